@@ -53,7 +53,7 @@ BUDGETS = {
     "decode": 1301,
     "storage": 1053,
     "reader": 486,
-    "cli": 572,
+    "cli": 537,
     "runtime": 381,
     "tuning": 218,
     "order": 400,

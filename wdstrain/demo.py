@@ -35,43 +35,44 @@ _PHOTOGRAPHS = {  # class: function of skimage.data
 }
 
 
-def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
-    """Return the figures of a run of the demo in `folder`, as names and values.
+def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the figures of a run of the demo in `folder`, as names and values, and next steps.
 
-    Replaces the subfolders photos-jpg, photos and photos-run of an earlier demo.
+    The steps are commands for the user's own images. Replaces the subfolders photos-jpg, photos and photos-run of an earlier demo.
     """
     images, shards, out = (
         os.path.join(folder, name) for name in ("photos-jpg", "photos", "photos-run")
     )
-    _write_images(images)
-    tell.line(f"1. cuts of ten photographs as JPEG in class folders: {images}")
-    convert_folder(
-        images, shards, split={"train": 0.8, "val": 0.2}, max_shard_samples=300, overwrite=True
-    )
-    made = info(shards)
-    tell.line(
-        f"2. converted into {counted(made.shards, 'shard')}, {made.bytes / 1e6:.1f} MB: {shards}"
-    )
-    checked = verify(shards)
-    if checked.findings:
-        raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")
-    tell.line(f"3. verified: {counted(checked.samples, 'sample')}, every checksum as packed")
-    tell.line(f"4. training a small model for 4 epochs: {out}")
-    # The steps are so short that threads mostly wait for each other: ten times as long with two.
-    torch.set_num_threads(1)
-    outcome = train(
-        shards,
-        out,
-        model="small",
-        epochs=4,
-        batch_size=32,
-        lr=4e-3,
-        image_size=24,
-        overwrite=True,
-        progress=tell,
-    )
+    with Reporter() as tell:
+        _write_images(images)
+        tell.line(f"1. cuts of ten photographs as JPEG in class folders: {images}")
+        convert_folder(
+            images, shards, split={"train": 0.8, "val": 0.2}, max_shard_samples=300, overwrite=True
+        )
+        made = info(shards)
+        tell.line(
+            f"2. converted into {counted(made.shards, 'shard')}, {made.bytes / 1e6:.1f} MB: {shards}"
+        )
+        checked = verify(shards)
+        if checked.findings:
+            raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")
+        tell.line(f"3. verified: {counted(checked.samples, 'sample')}, every checksum as packed")
+        tell.line(f"4. training a small model for 4 epochs: {out}")
+        # The steps are so short that threads mostly wait for each other: ten times as long with two.
+        torch.set_num_threads(1)
+        outcome = train(
+            shards,
+            out,
+            model="small",
+            epochs=4,
+            batch_size=32,
+            lr=4e-3,
+            image_size=24,
+            overwrite=True,
+            progress=tell,
+        )
     busy = sum(epoch["seconds"] for epoch in outcome.epochs)
-    return [
+    figures = [
         (
             "samples",
             f"{made.samples} ({', '.join(f'{split} {n}' for split, n in made.splits.items())})",
@@ -96,14 +97,10 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
             "all cuts are of the same ten photographs, so the accuracy is that of an easy task",
         ),
     ]
-
-
-def next_steps(folder: str) -> list[str]:
-    """Return commands for the user's own images."""
-    return [
+    return figures, [
         "wdstrain convert folder IMAGES shards/mine --split train=.9,val=.1",
         "wdstrain train shards/mine --out runs/mine --epochs 10",
-        f"wdstrain info {os.path.join(folder, 'photos')}",
+        f"wdstrain info {shards}",
     ]
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from textwrap import wrap
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from wdstrain.errors import UsageError
@@ -32,7 +33,7 @@ from wdstrain.runtime.options import (
 if TYPE_CHECKING:
     from wdstrain.shards.index import Index
 
-Verb = Callable[[argparse.Namespace], int]
+Run = Callable[[argparse.Namespace, dict[str, Any]], int]
 Rows = Sequence[tuple[str, ...]]
 Shown = tuple[dict[str, Any], Rows, str]  # as JSON, as rows of a table, as text below the table
 
@@ -58,45 +59,69 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known, word = re.findall(r"[\w-]+", choice[2]), choice[1]
         elif message.startswith("unrecognized"):
-            known, word = list(self.flags().values()), message.split("'")[1].partition("=")[0]
+            known = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+            word = message.split("'")[1].partition("=")[0]
         near = get_close_matches(word, known, 1, 0.5)
         raise UsageError(
             f"{message}.", f"Did you mean {near[0]}?" if near else f"Run: {self.prog} --help"
         )
 
-    def flags(self) -> dict[str, str]:
-        """Return the flags by the names of the keyword arguments that they stand for."""
-        flags = re.findall(r"--[a-z][a-z-]*|-[a-z]\b", self.format_usage())
-        return {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
 
+class Verb(NamedTuple):
+    """A verb of the command line.
 
-class FunctionVerb(NamedTuple):
-    """A verb that calls one function and prints its result.
-
-    options: dataclass with the arguments of the function, which are the flags of the verb.
-    function: its place below the package. example: words after `wdstrain`. shown: function of the
-    result and of the seconds that it took.
+    options: dataclass, whose fields are the words and flags of the verb. example: words after
+    `wdstrain`. run: does the work with the options that were given, and returns the exit status.
+    interrupted: hint after Ctrl-C. groups: {title: names of the fields that are listed below it}.
     """
 
     options: type[Any]
-    function: str
     example: str
-    shown: Callable[[Any, float], Shown]
+    run: Run
+    interrupted: str = "Run the same command again to start anew."
+    groups: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
-def add_function(row: FunctionVerb, verbs: Any, text: str) -> None:
-    """Add such a verb to the verbs of the command line. text: what it does."""
-    run = partial(_run_function, row)
-    add_options(verb(verbs, row.example.split()[0], run, text, row.example), row.options)
+def add_verb(parent: Any, name: str, verb: Verb, text: str) -> None:
+    """Add a verb with its options, and the flags that all have. text: what it does."""
+    lines = wrap(
+        f"example: wdstrain {verb.example}", 76, subsequent_indent=" " * 8, break_on_hyphens=False
+    )
+    parser: argparse.ArgumentParser = parent.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=" \\\n".join(lines),
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no progress and no notes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print log messages")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    flags = _add_options(parser, verb.options, verb.groups)
+    parser.set_defaults(parser=parser, verb=verb, flags=flags)
 
 
-def _run_function(row: FunctionVerb, arguments: argparse.Namespace) -> int:
-    options = row.options(**given(arguments, row.options))  # checked before torch is imported
+def calling(function: str, shown: Callable[[Any, float], Shown]) -> Run:
+    """Return what runs a verb that calls one function and prints its result.
+
+    function: its place below the package. shown: function of the result and of the seconds that it
+    took.
+    """
+    return partial(_call, function, shown)
+
+
+def _call(
+    function: str,
+    shown: Callable[[Any, float], Shown],
+    arguments: argparse.Namespace,
+    given: dict[str, Any],
+) -> int:
+    options = arguments.verb.options(**given)  # checked before torch is imported
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
-    module, _, name = row.function.rpartition(".")
+    module, _, name = function.rpartition(".")
     begun = time.monotonic()
     done = getattr(import_module(f"wdstrain.{module}"), name)(**vars(options))
-    result(arguments, *row.shown(done, round(time.monotonic() - begun, 3)))
+    result(arguments, *shown(done, round(time.monotonic() - begun, 3)))
     for note in getattr(done, "notes", ()):
         print_message(f"note: {note}")
     findings = getattr(done, "findings", ())
@@ -115,50 +140,6 @@ def _print_findings(findings: Sequence[Any]) -> None:
         print_error(f"{len(same)} x {same[0]}" if len(same) > 1 else str(same[0]))
     if len(findings) > _MOST_FINDINGS:
         print_error(f"{len(findings)} findings of {len(kinds)} kinds. To list all: --json")
-
-
-def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
-    """Add a verb with the flags that all have, and return its parser.
-
-    run: does the work and returns the exit status. text: what it does. example: its words after
-    `wdstrain`.
-    """
-    lines = wrap(
-        f"example: wdstrain {example}", 76, subsequent_indent=" " * 8, break_on_hyphens=False
-    )
-    parser: argparse.ArgumentParser = parent.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=" \\\n".join(lines),
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print no progress and no notes")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print log messages")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
-    parser.set_defaults(
-        parser=parser, verb=run, interrupted="Run the same command again to start anew."
-    )
-    return parser
-
-
-def where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--where",
-        metavar="EXPR",
-        help="only samples for which this holds, such as \"kids and label != 'Other'\"; "
-        "names are the columns of the index",
-    )
-
-
-def selected(arguments: argparse.Namespace) -> list[str] | Index:
-    """Return the addresses, or with --where the index of the chosen samples of one split."""
-    addresses: list[str] = arguments.urls
-    if arguments.where is None:
-        return addresses
-    from wdstrain.shards.resolve import open_shards
-
-    return open_shards(addresses).where(arguments.where)
 
 
 def result(
@@ -224,59 +205,45 @@ def summary(index: Index) -> list[tuple[str, str]]:
 # --- flags, made from the fields of option dataclasses -------------------------------------------
 
 
-def add_options(
-    parser: argparse.ArgumentParser,
-    options: type[Any],
-    groups: Mapping[str, Collection[str]] | None = None,
-) -> None:
-    """Add a positional word or a flag for each field of a dataclass.
+def _add_options(
+    parser: argparse.ArgumentParser, options: type[Any], groups: Mapping[str, Collection[str]]
+) -> dict[str, str]:
+    """Add a positional word or a flag for each field, and return the flags by names of fields.
 
-    groups: {title: names of the fields that are listed below it}. Values that are not given are
-    absent from the parsed arguments, so that the defaults are those of the dataclass.
+    Values that are not given are absent from the parsed arguments, so that the defaults are those
+    of the dataclass. Options of Python only are left out.
     """
-    made = {title: parser.add_argument_group(title) for title in groups or {}}
-    group_of = {name: made[title] for title, names in (groups or {}).items() for name in names}
-    hints, flags = types_of(options), _flags_of(options)
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    for name, names in flags.items():
-        target: Any = group_of.get(name, parser)
-        if names:
-            _add_flag(target, fields[name], names, hints[name])
-        else:
-            _add_positional(target, fields[name])
-    known = {name: names[-1] for name, names in flags.items() if names}
-    parser.set_defaults(flags={**(parser.get_default("flags") or {}), **known})
-
-
-def _flags_of(options: type[Any]) -> dict[str, list[str]]:
-    """Return the names of the flag of each option, and none for a positional word.
-
-    Positional words come first. Options of Python only are left out.
-    """
-    flags = {}
+    made = {title: parser.add_argument_group(title) for title in groups}
+    group_of = {name: made[title] for title, names in groups.items() for name in names}
+    hints, flags = types_of(options), dict[str, str]()
     for field in sorted(dataclasses.fields(options), key=attrgetter("kw_only")):
-        own = field.metadata["flag"]
-        default = f"--{field.name.replace('_', '-')}" if field.kw_only else ""
-        if own is not None:
-            flags[field.name] = (own or default).split()
+        target, own = group_of.get(field.name, parser), field.metadata["flag"]
+        if own is None:
+            continue
+        if own or field.kw_only:
+            names = (own or f"--{field.name.replace('_', '-')}").split()
+            _add_flag(target, field, names, hints[field.name])
+            flags[field.name] = names[-1]
+        else:
+            _add_positional(target, field)
     return flags
 
 
-def given(arguments: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given, by the names of their keyword arguments."""
-    fields = [field for field in dataclasses.fields(options) if hasattr(arguments, field.name)]
-    values = {field.name: getattr(arguments, field.name) for field in fields}
-    pairs = [field.name for field in fields if field.metadata["parse"] is parse_pair]
+    fields = arguments.verb.options.__dataclass_fields__
+    values = {name: value for name, value in vars(arguments).items() if name in fields}
+    pairs = [name for name in values if fields[name].metadata["parse"] is parse_pair]
     return values | {name: dict(values[name]) for name in pairs}
 
 
 def _add_positional(target: Any, field: _Field) -> None:
-    several = {"nargs": "+"} if field.metadata["several"] else {}
+    several = "+" if field.default is REQUIRED else "*"
     target.add_argument(
         field.name,
         metavar=field.metadata["metavar"] or field.name.upper(),
         help=_escaped(help_text(field)),
-        **several,
+        nargs=several if field.metadata["several"] else None,
     )
 
 
@@ -289,14 +256,12 @@ def _add_flag(target: Any, field: _Field, names: list[str], hint: Any) -> None:
             group.add_argument(f"--{value}", action="store_const", const=value, help=text, **words)
         return
     words["help"] = _escaped(help_text(field))
-    if hint is bool and field.default is True:
-        names = [f"--no-{names[-1].removeprefix('--')}"]
-        text = about["no_help"] or f"{about['help']} (default)"
-        words |= {"action": "store_false", "help": _escaped(text)}
-    elif hint is bool:
-        words["action"] = argparse.BooleanOptionalAction if about["negatable"] else "store_true"
+    if hint is bool:
+        has_both = about["negatable"] or field.default is True
+        words["action"] = argparse.BooleanOptionalAction if has_both else "store_true"
     else:
-        words |= {"required": field.default is REQUIRED, "type": _converter(about["parse"], hint)}
+        words |= {"required": field.default is REQUIRED, "nargs": about.get("nargs")}
+        words["type"] = _converter(about["parse"], hint)
         choices = choices_of(field, hint)
         words |= {"choices": choices} if choices else {"metavar": about["metavar"] or None}
         if about["several"] or about["parse"] is parse_list:

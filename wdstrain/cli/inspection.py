@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
-from wdstrain.cli.common import FunctionVerb, Shown, add_options, given, is_utf8, result, verb
+from wdstrain.cli.common import Shown, Verb, calling, is_utf8, result
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -15,6 +16,7 @@ from wdstrain.inspection.options import (
 )
 from wdstrain.inspection.result import text_of
 from wdstrain.report.terminal import print_message, print_result, table_text
+from wdstrain.runtime.options import option
 from wdstrain.tuning.options import BenchOptions
 
 _BAR = 30  # characters of the longest bar
@@ -50,39 +52,23 @@ def _timed(done: Any, seconds: float) -> Shown:
     return {**done.as_dict(), "seconds": seconds}, [*done.rows(), *took], ""
 
 
-_TRAINING = "'shards/photos/train-*.tar'"
-FUNCTIONS = {
-    "info": FunctionVerb(InfoOptions, "inspection.info.info", "info shards/photos", _with_bars),
-    "verify": FunctionVerb(
-        VerifyOptions, "inspection.verify.verify", "verify shards/photos --decode", _timed
-    ),
-    "repair": FunctionVerb(
-        RepairOptions, "inspection.repair.repair", "repair shards/photos -o shards/saved", _timed
-    ),
-    "plan": FunctionVerb(
-        PlanOptions,
-        "inspection.plan.plan_epoch",
-        f"plan {_TRAINING} --batch-size 16 --world-size 2",
-        _rows,
-    ),
-    "bench": FunctionVerb(BenchOptions, "tuning.bench.bench", f"bench {_TRAINING} --tune", _rows),
-}
+@dataclass(frozen=True, kw_only=True)
+class _ShowOptions(PeekOptions):
+    out: str | None = option(
+        None,
+        "contact sheet to write (default: print a table)",
+        metavar="FILE.png",
+        flag="-o --out",
+    )
 
 
-def add_show(verbs: Any, text: str) -> None:
-    """Add `show`."""
-    parser = verb(verbs, "show", _show, text, "show shards/photos -o sheet.png --random")
-    add_options(parser, PeekOptions)
-    about = "contact sheet to write (default: print a table)"
-    parser.add_argument("-o", "--out", metavar="FILE.png", help=about)
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    options = PeekOptions(**{"n": _SHOWN, **given(arguments, PeekOptions)})
+def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    file = given.pop("out", None)
+    options = PeekOptions(**{"n": _SHOWN, **given})
 
     from wdstrain.inspection.show import peek  # only now: it loads torch, which takes a second
 
-    peeked, file = peek(**vars(options)), arguments.out
+    peeked = peek(**vars(options))
     if file:
         peeked.save(file)
     elif not arguments.json:
@@ -95,3 +81,26 @@ def _show(arguments: argparse.Namespace) -> int:
     rows = [("shown", peeked.title), ("broken", str(len(peeked.bad))), ("file", file or "")]
     result(arguments, {**peeked.as_dict(), "file": file}, rows)
     return 0
+
+
+_TRAINING = "'shards/photos/train-*.tar'"
+VERBS = {
+    "info": Verb(InfoOptions, "info shards/photos", calling("inspection.info.info", _with_bars)),
+    "show": Verb(_ShowOptions, "show shards/photos -o sheet.png --random", _show),
+    "verify": Verb(
+        VerifyOptions,
+        "verify shards/photos --decode",
+        calling("inspection.verify.verify", _timed),
+    ),
+    "repair": Verb(
+        RepairOptions,
+        "repair shards/photos -o shards/saved",
+        calling("inspection.repair.repair", _timed),
+    ),
+    "plan": Verb(
+        PlanOptions,
+        f"plan {_TRAINING} --batch-size 16 --world-size 2",
+        calling("inspection.plan.plan_epoch", _rows),
+    ),
+    "bench": Verb(BenchOptions, f"bench {_TRAINING} --tune", calling("tuning.bench.bench", _rows)),
+}

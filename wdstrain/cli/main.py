@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from wdstrain import __version__
-from wdstrain.cli.common import Parser, add_function, print_json
+from wdstrain.cli.common import Parser, add_verb, given, print_json
 from wdstrain.errors import UsageError, WdstrainError, as_keyword
 from wdstrain.report.terminal import print_error, quiet
 
@@ -60,16 +60,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    flags = {**arguments.parser.flags(), **getattr(arguments, "flags", {})}
     try:
-        return int(arguments.verb(arguments))
+        return int(arguments.verb.run(arguments, given(arguments)))
     except WdstrainError as error:
         if arguments.debug:
             raise
-        report_error(error, flags, as_json=arguments.json)
+        report_error(error, arguments.flags, as_json=arguments.json)
         return error.exit_code
     except KeyboardInterrupt:
-        interrupted = WdstrainError("interrupted.", arguments.interrupted)
+        interrupted = WdstrainError("interrupted.", arguments.verb.interrupted)
         report_error(interrupted, {}, as_json=arguments.json)
         return 130
     except BrokenPipeError:  # the reader of our output has ended, which is no error
@@ -82,10 +81,10 @@ def _log_messages(arguments: argparse.Namespace) -> Iterator[None]:
     """Print the package's log messages meanwhile: all with --verbose, only errors with --quiet."""
     log, handler = logging.getLogger("wdstrain"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    level, added = log.level, bool(arguments.verbose)
+    level = log.level
     if arguments.verbose or arguments.quiet:
         log.setLevel(logging.DEBUG if arguments.verbose else logging.ERROR)
-    if added:
+    if arguments.verbose:
         log.addHandler(handler)
     try:
         yield
@@ -109,11 +108,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             verbs.add_parser(name, help=text)
             continue
         module = import_module(f"wdstrain.cli.{place}")
-        row = getattr(module, "FUNCTIONS", {}).get(name)
-        if row is None:
-            getattr(module, f"add_{name}")(verbs, text)
+        if name == "convert":
+            module.add_convert(verbs, text)
         else:
-            add_function(row, verbs, text)
+            add_verb(verbs, name, module.VERBS[name], text)
     return parser
 
 

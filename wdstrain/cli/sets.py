@@ -12,18 +12,18 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import (
-    FunctionVerb,
     Shown,
-    add_options,
+    Verb,
+    add_verb,
+    calling,
     facts,
-    given,
     result,
     summary,
-    verb,
 )
 from wdstrain.conversion.options import (
     ArraysOptions,
@@ -39,8 +39,8 @@ from wdstrain.errors import UsageError
 from wdstrain.inspection.result import rows_of
 from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter, print_message
-from wdstrain.runtime.options import integer
-from wdstrain.shards.options import IndexOptions
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.options import CheckedOptions, IndexOptions
 
 if TYPE_CHECKING:
     from wdstrain.conversion.runner import ConversionResult, Step
@@ -146,13 +146,14 @@ def add_convert(verbs: Any, text: str) -> None:
         epilog="example: wdstrain convert old/ shards/packed",
     )
     kinds = parser.add_subparsers(title="kinds of source", metavar="KIND", required=True)
+    groups = {"packing": Options.__dataclass_fields__}
     for name, options, title, example in _KINDS:
-        kind = verb(kinds, name, partial(_convert, options), title, f"convert {example}")
-        kind.set_defaults(interrupted=_INTERRUPTED)
-        add_options(kind, options, groups={"packing": Options.__dataclass_fields__})
+        row = Verb(options, f"convert {example}", _convert, _INTERRUPTED, groups)
+        add_verb(kinds, name, row, title)
 
 
-def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
+def _convert(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    kind = arguments.verb.options
     with Reporter() as reporter:
 
         def show(step: Step) -> None:
@@ -160,7 +161,7 @@ def _convert(kind: type[Any], arguments: argparse.Namespace) -> int:
             text = f"{step.bytes / 1e6:.1f} MB{skipped}"
             reporter.step(step.title, step.done, step.total, text, "samples")
 
-        options = kind(**given(arguments, kind), progress=show)
+        options = kind(**given, progress=show)
 
         from wdstrain.conversion.api import run_conversion  # only now: it takes a second
 
@@ -252,29 +253,15 @@ def _indexed(made: Index, seconds: float) -> Shown:
     return facts(made), [*summary(made), *column_rows(made)], ""
 
 
-FUNCTIONS = {
-    "index": FunctionVerb(
-        IndexOptions, "shards.declare.index", "index old --columns cls,json.kind", _indexed
-    )
-}
-
-
-def add_remove(verbs: Any, text: str) -> None:
-    """Add `remove`."""
-    example = "remove shards/photos --where \"label == 'blurred'\""
-    add_options(verb(verbs, "remove", _remove, text, example), RemoveOptions)
-
-
-def _remove(arguments: argparse.Namespace) -> int:
+def _remove(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from wdstrain.conversion.changes import remove
 
-    options = given(arguments, RemoveOptions)
     with Reporter() as reporter:
         done = remove(
-            **options,
+            **given,
             progress=lambda copied, total: reporter.step("copying", copied, total, "", "samples"),
         )
-    would = "would be " if options.get("dry_run") else ""
+    would = "would be " if given.get("dry_run") else ""
     rows = [
         ("removed", f"{counted(done.removed, 'sample')} {would}removed"),
         ("left", counted(done.samples, "sample")),
@@ -285,39 +272,50 @@ def _remove(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_serve(verbs: Any, text: str) -> None:
-    """Add `serve`."""
-    parser = verb(verbs, "serve", _serve, text, "serve shards/photos --port 8000")
-    files = "folder to serve; hidden files and files outside of it are not served"
-    parser.add_argument("folder", metavar="DIR", help=files)
-    host = "address to listen at; 0.0.0.0 lets other machines connect (default: %(default)s)"
-    parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=host)
-    port = "port to listen at; 0 chooses a free one (default: %(default)s)"
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help=port)
+@dataclass(frozen=True)
+class _ServeOptions(CheckedOptions):
+    folder: str = option(
+        REQUIRED,
+        "folder to serve; hidden files and files outside of it are not served",
+        metavar="DIR",
+    )
+    _: KW_ONLY
+    host: str = option(
+        "127.0.0.1",
+        "address to listen at; 0.0.0.0 lets other machines connect",
+        metavar="ADDRESS",
+    )
+    port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from wdstrain.serve import Server
 
-    port, begun = integer("port", arguments.port, 0), time.monotonic()
-    server = Server(arguments.folder, arguments.host, port)
-    before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
-    try:
-        with server:
-            print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
-            if not server.is_local:
-                print_message(
-                    f"Everyone who reaches this machine ({socket.gethostname()}) can read this "
-                    "folder; there is no password."
-                )
-            server.wait()
-            status = 1  # the server ended by itself
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    begun, status = time.monotonic(), 0
+    server = Server(**vars(_ServeOptions(**given)))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C
+    with suppress(KeyboardInterrupt), server:
+        print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
+        if not server.is_local:
+            print_message(
+                f"Everyone who reaches this machine ({socket.gethostname()}) can read this "
+                "folder; there is no password."
+            )
+        server.wait()
+        status = 1  # the server ended by itself
     seconds, sent = time.monotonic() - begun, {"requests": server.requests, "bytes": server.bytes}
     report = {"folder": server.folder, "url": server.url, **sent, "seconds": round(seconds, 3)}
     requests = f"served {counted(server.requests, 'request')}"
     result(arguments, report, [(f"{requests}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s",)])
     return status
+
+
+VERBS = {
+    "index": Verb(
+        IndexOptions,
+        "index old --columns cls,json.kind",
+        calling("shards.declare.index", _indexed),
+    ),
+    "remove": Verb(RemoveOptions, "remove shards/photos --where \"label == 'blurred'\"", _remove),
+    "serve": Verb(_ServeOptions, "serve shards/photos --port 8000", _serve),
+}

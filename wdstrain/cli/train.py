@@ -1,23 +1,20 @@
-"""Verbs of training: train, evaluate, predict, export, and the demo."""
+"""Verbs of training: train, evaluate, compare, predict, export, and the demo."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from wdstrain.cli.common import (
-    add_options,
-    given,
-    print_json,
-    result,
-    selected,
-    verb,
-    where,
-)
-from wdstrain.report.terminal import Reporter, print_message, print_result, table_text
+from wdstrain.cli.common import Shown, Verb, calling, result
+from wdstrain.report.terminal import print_message
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.options import where_option
 from wdstrain.training.config import (
     CONFIG,
+    OPTIONS,
     Config,
     EvaluateArguments,
     ExportArguments,
@@ -29,100 +26,84 @@ from wdstrain.training.config import (
 from wdstrain.training.options import GROUPS
 
 
-def add_train(verbs: Any, text: str) -> None:
-    """Add `train` to the verbs of the command line."""
-    train = verb(
-        verbs,
-        "train",
-        _train,
-        text,
-        "train shards/photos --out runs/photos --epochs 10",
+@dataclass(frozen=True)
+class _Run:
+    """What `train` takes beside the options of a run."""
+
+    urls: Sequence[str] = option(
+        (), "folder, index.json, tar, glob or brace pattern of shards", metavar="URL", several=True
     )
-    train.add_argument(
-        "urls",
-        nargs="*",
+    _: KW_ONLY
+    val: Sequence[str] = option(
+        (),
+        "shards to validate on (default: the split val, if there is one)",
         metavar="URL",
-        help="folder, index.json, tar, glob or brace pattern of shards",
-    )
-    train.add_argument(
-        "--val",
         nargs="+",
-        metavar="URL",
-        help="shards to validate on (default: the split val, if there is one)",
     )
-    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
-    train.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last checkpoint in the folder, with its options; start if there is "
-        "none",
+    out: str = option(REQUIRED, "folder of the run", metavar="DIR")
+    resume: bool = option(
+        False,
+        "continue from the last checkpoint in the folder, with its options; start if there is none",
     )
-    train.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run in the folder"
-    )
-    train.add_argument(
-        "--folds",
-        type=int,
-        metavar="COUNT",
-        help="train a run for each --fold 1/COUNT to COUNT/COUNT, in DIR/fold-1 and so on, and give "
+    overwrite: bool = option(False, "replace an earlier run in the folder")
+    folds: int | None = option(
+        None,
+        "train a run for each --fold 1/COUNT to COUNT/COUNT, in DIR/fold-1 and so on, and give "
         "mean and deviation of their best epochs; --resume goes on where it stopped",
+        metavar="COUNT",
     )
-    train.add_argument(
-        "--config", metavar="FILE", help="options in a .toml or .yaml file; flags override it"
-    )
-    add_options(train, Config, groups=GROUPS)
-    train.set_defaults(
-        interrupted="Run it again with --resume to continue from the last checkpoint.",
+    config: str | None = option(
+        None, "options in a .toml or .yaml file; flags override it", metavar="FILE"
     )
 
 
-def add_evaluate(verbs: Any, text: str) -> None:
-    """Add `evaluate` to the verbs of the command line."""
-    example = "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
-    parser = verb(verbs, "evaluate", _evaluate, text, example)
-    add_options(parser, EvaluateArguments)
-    where(parser)
+@dataclass(frozen=True)
+class _TrainOptions(Config, _Run):
+    """Words and flags of `train`."""
 
 
-def add_compare(verbs: Any, text: str) -> None:
-    """Add `compare` to the verbs of the command line."""
-    parser = verb(verbs, "compare", _compare, text, "compare runs/* --report runs.html")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--report", metavar="FILE", help="page to write, with curves of all runs")
+@dataclass(frozen=True, kw_only=True)
+class _EvaluateOptions(EvaluateArguments):
+    where: str | None = where_option("only samples")
 
 
-def add_predict(verbs: Any, text: str) -> None:
-    """Add `predict` to the verbs of the command line."""
-    example = "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv"
-    parser = verb(verbs, "predict", _predict, text, example)
-    add_options(parser, PredictArguments)
-    where(parser)
+@dataclass(frozen=True, kw_only=True)
+class _PredictOptions(PredictArguments):
+    where: str | None = where_option("only samples")
 
 
-def add_export(verbs: Any, text: str) -> None:
-    """Add `export` to the verbs of the command line."""
-    example = "export runs/photos/checkpoints/best.pt photos.onnx"
-    add_options(verb(verbs, "export", _export, text, example), ExportArguments)
+@dataclass(frozen=True)
+class _CompareOptions:
+    runs: Sequence[str] = option(REQUIRED, "folder of a run", metavar="RUN", several=True)
+    _: KW_ONLY
+    report: str | None = option(None, "page to write, with curves of all runs", metavar="FILE")
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    parts: dict[str, dict[str, str]] = {arguments.out: {}}
-    if (count := arguments.folds) is not None:
+@dataclass(frozen=True, kw_only=True)
+class _DemoOptions:
+    folder: str = option("shards", "folder to work in", metavar="DIR", flag="--dir")
+
+
+def _train(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    flags = {name: given.pop(name) for name in OPTIONS if name in given}
+    run = _Run(**given)
+    parts: dict[str, dict[str, str]] = {run.out: {}}
+    if (count := run.folds) is not None:
         refuse(
             (
-                count < 2 or given(arguments, Config).get("fold") is not None,
+                count < 2 or flags.get("fold") is not None,
                 "{folds}: must be 2 or more, without {fold}.",
                 "",
                 {"folds": count, "fold": ...},
             )
         )
         folds = range(1, count + 1)
-        parts = {os.path.join(arguments.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
+        parts = {os.path.join(run.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
     saved = os.path.join(next(iter(parts)), CONFIG)
     is_there = os.path.exists(saved)
-    before, data = read_config(saved) if arguments.resume and is_there else ({}, {})
-    more, more_data = read_config(arguments.config) if arguments.config else ({}, {})
-    named = {**more, **given(arguments, Config)}
+    before, data = read_config(saved) if run.resume and is_there else ({}, {})
+    more, more_data = read_config(run.config) if run.config else ({}, {})
+    named = {**more, **flags}
     refuse(
         *(  # a run's folder may be somebody else's
             (
@@ -135,16 +116,16 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     )
     options, data = {**before, **named}, {**data, **more_data}
-    addresses: Any = arguments.urls or data.get("train")
+    addresses: Any = run.urls or data.get("train")
     refuse(
         (
             not addresses,
-            f"no shards to train on, and {arguments.out} holds no run to continue.",
+            f"no shards to train on, and {run.out} holds no run to continue.",
             "Give their address first, as --val takes each word up to the next option, or a "
             "--config file whose table [data] has train.",
         )
     )
-    val = arguments.val or (None if arguments.urls else data.get("val"))
+    val = run.val or (None if run.urls else data.get("val"))
     Config.of(options)  # before torch is imported, which takes seconds
     from wdstrain.training.distributed import DistributedContext, Stopped
     from wdstrain.training.report import metric_rows, metric_text
@@ -156,19 +137,20 @@ def _train(arguments: argparse.Namespace) -> int:
                 addresses,
                 out,
                 val=val,
-                resume=arguments.resume,
-                overwrite=arguments.overwrite,
+                resume=run.resume,
+                overwrite=run.overwrite,
                 **{**options, **fold},
             )
     except Stopped as stopped:
         print_message(
-            f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}"
+            f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.verb.interrupted}"
         )
         return stopped.status
     if not DistributedContext().leads:
         return 0
     if count is not None:
-        return _print_runs(arguments, list(parts), "folds")
+        _print_folds(arguments, list(parts))
+        return 0
     last = done.epochs[-1]
     best = (done.best or {}).get(done.monitor)
     rows = [
@@ -193,86 +175,87 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
+def _print_folds(arguments: argparse.Namespace, folders: list[str]) -> None:
+    from wdstrain.training.report import compare, spread, spread_lines
+
+    rows = compare(folders)
+    figures = spread(rows)
+    _, columns, below = _compared(rows, 0)
+    text = "\n".join([below, *spread_lines(**figures)])
+    result(arguments, {"folds": rows, **figures}, columns, text)
+
+
+def _compared(rows: list[dict[str, Any]], seconds: float) -> Shown:
+    from wdstrain.training.report import table
+
+    texts = table(rows)
+    differing = [f"\n{run}: {options}" for run, *_, options in texts[1:] if options]
+    return {"runs": rows}, [tuple(row[:-1]) for row in texts], "".join(["\n", *differing])
+
+
+def _selected(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the index of the chosen samples of one split in place of `where`."""
+    condition = options.pop("where", None)
+    if condition is None:
+        return options
+    from wdstrain.shards.resolve import open_shards
+
+    return {**options, "urls": open_shards(options["urls"]).where(condition)}
+
+
+def _evaluate(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.evaluate import evaluate
     from wdstrain.training.report import metric_rows
 
-    options = {**given(arguments, EvaluateArguments), "urls": selected(arguments)}
-    _, metrics = evaluate(**options)
+    _, metrics = evaluate(**_selected(given))
     if DistributedContext().leads:
-        files = [(name, options[name]) for name in ("report", "predictions") if name in options]
+        files = [(name, given[name]) for name in ("report", "predictions") if name in given]
         result(arguments, metrics, [*metric_rows(metrics), *files])
     return 0
 
 
-def _compare(arguments: argparse.Namespace) -> int:
-    return _print_runs(arguments, arguments.runs, "runs", arguments.report)
-
-
-def _print_runs(
-    arguments: argparse.Namespace, runs: list[str], title: str, report: str | None = None
-) -> int:
-    """Print results of runs. title: in JSON; with "folds" their means and deviations, too."""
-    from wdstrain.training.report import compare, spread, spread_lines, table
-
-    rows = compare(runs, report)
-    figures = spread(rows) if title == "folds" else {}
-    if arguments.json:
-        print_json({title: rows, **figures})
-    else:
-        texts = table(rows)
-        differing = [f"{run}: {options}" for run, *_, options in texts[1:] if options]
-        lines = spread_lines(**figures) if figures else []
-        columns = table_text([row[:-1] for row in texts])
-        print_result("\n".join([columns, "", *differing, *lines]))
-    return 0
-
-
-def _predict(arguments: argparse.Namespace) -> int:
+def _predict(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from wdstrain.training.evaluate import predict
 
-    chosen = selected(arguments)
-    addresses = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else chosen
-    done = predict(**{**given(arguments, PredictArguments), "urls": addresses})
-    rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", arguments.out)]
-    result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
+    if len(given["urls"]) == 1:
+        given["urls"] = given["urls"][0]  # which may be a folder of images
+    done = predict(**_selected(given))
+    report = {"rows": done.rows, "bad": done.bad, "out": given["out"]}
+    titles = ("rows", "with errors", "table")
+    result(arguments, report, list(zip(titles, map(str, report.values()), strict=True)))
     return 1 if done.bad else 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.weights import export
-
-    written = export(**given(arguments, ExportArguments))
-    result(arguments, {"written": written}, [("written", path) for path in written])
-    return 0
+def _exported(written: list[str], seconds: float) -> Shown:
+    return {"written": written}, [("written", path) for path in written], ""
 
 
-# --- demo ----------------------------------------------------------------------------------------
+def _toured(done: tuple[list[tuple[str, str]], list[str]], seconds: float) -> Shown:
+    rows, steps = done
+    return dict(rows), rows, "\n  ".join(["\n\nNext, with your own data:", *steps])
 
 
-def add_demo(verbs: Any, text: str) -> None:
-    """Add `demo` to the verbs of the command line."""
-    demo = verb(
-        verbs,
-        "demo",
-        _demo,
-        text,
-        "demo --dir shards",
-    )
-    demo.add_argument(
-        "--dir", default="shards", metavar="DIR", help="folder to work in (default: %(default)s)"
-    )
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from wdstrain.demo import demo, next_steps
-
-    with Reporter() as progress:
-        rows = demo(arguments.dir, progress)
-    result(arguments, dict(rows), rows)
-    if not arguments.json:
-        print_result("\nNext, with your own data:")
-        for step in next_steps(arguments.dir):
-            print_result(f"  {step}")
-    return 0
+_BEST = "runs/photos/checkpoints/best.pt"
+VERBS = {
+    "train": Verb(
+        _TrainOptions,
+        "train shards/photos --out runs/photos --epochs 10",
+        _train,
+        "Run it again with --resume to continue from the last checkpoint.",
+        GROUPS,
+    ),
+    "evaluate": Verb(_EvaluateOptions, f"evaluate {_BEST} 'shards/photos/val-*.tar'", _evaluate),
+    "compare": Verb(
+        _CompareOptions,
+        "compare runs/* --report runs.html",
+        calling("training.report.compare", _compared),
+    ),
+    "predict": Verb(_PredictOptions, f"predict {_BEST} new-photos -o predictions.csv", _predict),
+    "export": Verb(
+        ExportArguments,
+        f"export {_BEST} photos.onnx",
+        calling("training.weights.export", _exported),
+    ),
+    "demo": Verb(_DemoOptions, "demo --dir shards", calling("demo.demo", _toured)),
+}

@@ -90,8 +90,7 @@ class Options(CheckedOptions):
     seed: int = option(0, "seed of the shuffle and the split", metavar="N", least=None)
     shuffle: bool = option(
         True,
-        "order samples by a seeded hash of their keys; False keeps the order of the source",
-        no_help="keep the order of the source",
+        "order samples by a seeded hash of their keys; without it they keep the order of the source",
     )
     split: Mapping[str, float] | None = option(
         None,
@@ -307,7 +306,6 @@ class TableOptions(ClassOptions):
     header: bool = option(
         True,
         "whether a CSV has a header; without it, columns are named 0, 1, ...",
-        no_help="read a CSV without a header; its columns are named 0, 1, ...",
     )
     where: str | None = option(
         None,

@@ -178,9 +178,7 @@ class PlanOptions(CheckedOptions):
         metavar="N",
         least=1,
     )
-    shuffle: bool = option(
-        True, "shuffle the samples; False reads in file order", no_help="read in file order"
-    )
+    shuffle: bool = option(True, "shuffle the samples; without it, they are read in file order")
     seed: int = option(0, "seed of the order", metavar="N")
     epoch: int = option(0, "number of the epoch, from 0 on", metavar="N", least=0)
     tail: Literal["drop", "pad", "keep"] = option(

@@ -80,7 +80,6 @@ def option(
     flag: str | None = "",
     several: bool = False,
     negatable: bool = False,
-    no_help: str = "",
     python: str = "",
     **more: Any,
 ) -> Any:
@@ -90,10 +89,10 @@ def option(
     default is added. metavar: name of the value in help texts. parse: makes the value of the flag's
     text, or raises ValueError. flag: its names with spaces between, if not made from that of the
     field; None: Python only. several: a flag may be given several times, as each with `parse_list`,
-    and a positional option may have several words. negatable: there is --no-NAME too. no_help: help
-    of the flag --no-NAME, which an option that is True by default has. python: help of the keyword
-    argument, if it differs. more: kept in the metadata: `least`, the least integer
-    (`shards.options.CheckedOptions`); `switches`, {value: help}, for a flag of each value.
+    and a positional option may have several words. negatable: there is --no-NAME too, as for an
+    option that is True by default. python: help of the keyword argument, if it differs. more: kept
+    in the metadata: `least`, the least integer (`shards.options.CheckedOptions`); `nargs`, as for
+    argparse; `switches`, {value: help}, for a flag of each value.
     """
     return dataclasses.field(
         default=default,
@@ -104,7 +103,6 @@ def option(
             "flag": flag,
             "several": several,
             "negatable": negatable,
-            "no_help": no_help,
             "python": python,
             **more,
         },

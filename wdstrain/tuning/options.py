@@ -31,9 +31,7 @@ class LoaderChoices(CheckedOptions):
         0, "worker processes that decode; 0: threads of this process", metavar="N", least=0
     )
     batch_size: int = option(64, "samples per batch", metavar="N", least=1)
-    shuffle: bool = option(
-        True, "shuffle the samples; False reads in file order", no_help="read in file order"
-    )
+    shuffle: bool = option(True, "shuffle the samples; without it, they are read in file order")
     shuffle_buffer: int | None = option(
         None,
         "shuffle buffer in samples (default: as many as 256 MB hold)",
