@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3137,
-    "training": 2952,
+    "training": 2947,
     "inspection": 1525,
     "loader": 1183,
     "shards": 2077,

@@ -19,16 +19,9 @@ from tests.fault_injection.process_faults import WrongOutcome, inside, typed
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, scan
-from wdstrain.training.run_dir import (
-    BEST,
-    FORMAT,
-    LAST,
-    Checkpoints,
-    names,
-    read_checkpoint,
-    read_last,
-)
+from wdstrain.training.run import BEST, LAST, Checkpoints, names, read_last
 from wdstrain.training.train import train
+from wdstrain.training.weights import FORMAT, read_checkpoint
 
 BLOCK = 16 << 10  # of a cache, so that small shards have several
 

@@ -32,7 +32,8 @@ from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
-from wdstrain.training.run_dir import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
+from wdstrain.training.run import BEST, LAST, Checkpoints
+from wdstrain.training.weights import FORMAT, read_checkpoint
 
 # --- the fault injection script ---
 
@@ -388,7 +389,7 @@ def test_a_killed_worker_is_not_reported_as_a_full_disk(
 def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
     """A power cut may leave such bytes at the end of an appended file."""
     from wdstrain.training.config import read_lines
-    from wdstrain.training.run_dir import STEPS, RunDir
+    from wdstrain.training.run_log import STEPS, RunDir
 
     run = RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
     run.log(STEPS, {"step": 1})
@@ -401,7 +402,7 @@ def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run_dir import RunDir
+    from wdstrain.training.run_log import RunDir
 
     with monkeypatch.context() as patch, ended_at("replace", ".*"):
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up

@@ -23,10 +23,9 @@ from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
-from wdstrain.training.run_dir import read_checkpoint
 from wdstrain.training.run_log import verdict
 from wdstrain.training.train import train
-from wdstrain.training.weights import LoadedCheckpoint
+from wdstrain.training.weights import LoadedCheckpoint, read_checkpoint
 
 SAYS = ["kind", "shade", "tags", "light"]
 OPTIONS: dict[str, Any] = {

@@ -16,8 +16,8 @@ from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.training.evaluate import evaluate
 from wdstrain.training.models import build
-from wdstrain.training.run_dir import read_checkpoint
 from wdstrain.training.train import train
+from wdstrain.training.weights import read_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,24 @@ from the checkpoint if there is one.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
+from wdstrain.storage.files import disk_errors, put_whole
 from wdstrain.training import weights as model_weights
 from wdstrain.training.config import STAGES, Config, TrainArguments, refuse, refusing
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
@@ -47,9 +52,12 @@ from wdstrain.training.models import (
     rate_factor,
 )
 from wdstrain.training.options import is_file
-from wdstrain.training.run_dir import CHECKPOINTS, FORMAT, Checkpoints, check_out, read_last
 from wdstrain.training.tasks import Monitor, Task, check_objects
 from wdstrain.training.validation import EpochSums, Setup
+
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+LAST, BEST = "last.pt", "best.pt"
+_INTACT = "Earlier checkpoints are intact."
 
 
 class Diverged(WdstrainError):
@@ -90,8 +98,6 @@ class Run:
         """Open the data and make the model. Raises UsageError and ShardError."""
         self.arguments, self.folder = arguments, os.fspath(arguments.out)
         config = self.config = arguments.config()
-        if distributed.leads:  # other ranks may see files that it has written already
-            check_out(self.folder, overwrite=arguments.overwrite, resume=arguments.resume)
         checkpoint, self.unreadable = (
             read_last(os.path.join(self.folder, CHECKPOINTS)) if arguments.resume else (None, [])
         )
@@ -331,7 +337,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     return {
         **{name: value for name, value in objects.items() if value},
         **run.arguments.own_losses,
-        "format": FORMAT,
+        "format": model_weights.FORMAT,
         "model": whole(run.scored_model.state_dict()),
         **raw,
         "optimizer": whole(run.optimizer.state_dict()),
@@ -404,3 +410,70 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
             "Use the same values, or another folder.",
         )
     )
+
+
+# --- files of checkpoints -------------------------------------------------------------------------
+# A checkpoint is written under a hidden name, flushed and renamed. `last.pt` and `best.pt` are links
+# to such files, and change atomically too. So a kill at any moment leaves the former checkpoint, and
+# at most a hidden file, which the next run removes. Checkpoints hold plain values and tensors only.
+
+
+class Checkpoints:
+    """Checkpoints of one run in their folder. keep: latest checkpoints to keep, beside the best."""
+
+    def __init__(self, folder: str, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        with disk_errors(folder, "Choose another folder."):
+            for path in Path(folder).glob(".*.tmp"):  # a kill left it
+                path.unlink()
+
+    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> str:
+        """Write a checkpoint of this step of the run, and return its path. best: it is the best."""
+        name = f"step-{step:08d}.pt"
+        path = os.path.join(self._folder, name)
+        # best.pt first: a run resumed from this step does not write it again
+        first, *others = (BEST, name, LAST) if best else (name, LAST)
+        with put_whole(os.path.join(self._folder, first), _INTACT) as file:
+            try:
+                with WorkerDeathsAsErrors():
+                    torch.save(dict(state), file.name)
+            except RuntimeError as error:  # of torch on a full disk
+                raise OSError(errno.EIO, str(error).splitlines()[0]) from error
+        for other in others:
+            self._link(first, other)
+        with disk_errors(path, _INTACT):
+            for old in set(names(self._folder)[: -self._keep]) - {name}:
+                os.unlink(os.path.join(self._folder, old))
+        return path
+
+    def _link(self, name: str, other: str) -> None:
+        """Give a file another name in the folder, which replaces an earlier file of that name."""
+        path = os.path.join(self._folder, name)
+        with put_whole(os.path.join(self._folder, other), _INTACT) as file:
+            os.unlink(file.name)
+            try:
+                os.link(path, file.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, file.name)
+
+
+def names(folder: str) -> list[str]:
+    """Return the names of a folder's checkpoints by step, the oldest first."""
+    return sorted(path.name for path in Path(folder).glob("step-*.pt"))
+
+
+def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return (last readable checkpoint of a folder or None, why later ones cannot be read).
+
+    Raises UsageError if there are checkpoints, and none can be read.
+    """
+    refused: list[str] = []
+    paths = [os.path.join(folder, name) for name in (LAST, *reversed(names(folder)))]
+    for path in filter(os.path.exists, paths):
+        try:
+            return model_weights.read_checkpoint(path), refused
+        except UsageError as error:
+            refused.append(str(error))
+    if refused:
+        raise UsageError(f"no checkpoint in {folder} can be read: {refused[0]}")
+    return None, refused

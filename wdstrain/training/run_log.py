@@ -1,14 +1,18 @@
-"""What a run says about itself while it runs: progress, steps.jsonl, TensorBoard events, the report.
+"""The folder of a run, and what a run says about itself: progress, lines, events, the report.
 
 What cannot be written is reported, and the run goes on.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,24 +20,21 @@ import torch
 from wdstrain.errors import StorageError
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report.printing import printable
+from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
-from wdstrain.training.config import METRICS, STAGES, read_lines
+from wdstrain.storage.files import check_folder_output, disk_errors, write_whole
+from wdstrain.training.config import CONFIG, METRICS, STAGES, read_lines, refuse
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.report import History, largest, metric_text, write_report
-from wdstrain.training.run import Run
-from wdstrain.training.run_dir import (
-    BOARD,
-    CHECKPOINTS,
-    REPORT,
-    STEPS,
-    Checkpoints,
-    RunDir,
-)
+from wdstrain.training.run import CHECKPOINTS, Checkpoints, Run
 from wdstrain.training.tasks import Monitor, Task
 
+STEPS, REPORT, BOARD = "steps.jsonl", "report.html", "tensorboard"
+_RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
+_LOCK = ".lock"
 _ON_DEVICE = ("compute", "optimizer")
 _SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
 _LOGGED = 100  # classes whose numbers are in the line of an epoch
@@ -43,6 +44,89 @@ _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
 
 # (metrics, details) of each pass of validation: "val" and, of weights without averaging, "val_raw"
 Passes = dict[str, tuple[dict[str, float], dict[str, Any]]]
+
+
+# --- the folder -----------------------------------------------------------------------------------
+# `metrics.jsonl` has a line for each epoch, `steps.jsonl` one every 0.5 to 10 s. A resumed run
+# first removes the lines after its checkpoint from both. One process at a time uses a folder.
+
+
+def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
+    """Raise UsageError for a folder that no run, or not this one, may write to.
+
+    Raises StorageError if it cannot be written.
+    """
+    # hidden files are the lock, and incomplete files that a kill left
+    names = {path.name for path in Path(folder).glob("[!.]*")}
+    refuse(
+        (resume and overwrite, "resume and overwrite exclude each other.", "Give one of them."),
+        (
+            names and CONFIG not in names,
+            f"{folder} holds files that are not of a run.",
+            "Choose another folder.",
+        ),
+        (
+            names and not overwrite and not resume,
+            f"{folder} holds a run already.",
+            "Choose another folder, continue with {resume}, or replace it with {overwrite}.",
+        ),
+    )
+    check_folder_output(folder)
+
+
+class RunDir:
+    """The folder of a new run, or with `resume` of an earlier one. config: text of config.toml."""
+
+    def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
+        self.folder = folder
+        check_out(folder, overwrite=overwrite, resume=resume)
+        with disk_errors(folder, "Choose another folder."), ExitStack() as stack:
+            os.makedirs(folder, exist_ok=True)
+            self._fd = lock_file(self.path(_LOCK))
+            refuse(
+                (
+                    self._fd is None,
+                    f"another process is training into {folder}.",
+                    "Wait for it, or choose another folder.",
+                )
+            )
+            stack.callback(self.close)
+            for name in _RUN_FILES.intersection(os.listdir(folder)) if overwrite else ():
+                if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
+                    shutil.rmtree(self.path(name))
+                else:
+                    os.unlink(self.path(name))
+            for path in Path(folder).glob(".*.tmp"):  # a kill left it
+                path.unlink()
+            write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
+            os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
+            stack.pop_all()
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def log(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl or steps.jsonl."""
+        with open(self.path(name), "a", encoding="utf-8") as file:
+            file.write(strict_json(line) + "\n")
+
+    def rewind(self, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
+        """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
+        written = read_lines(self.path(STEPS))
+        steps = [line for line in written if (line["epoch"], line["step"]) <= position]
+        for name, lines in ((METRICS, history), (STEPS, steps)):
+            text = "".join(f"{strict_json(line)}\n" for line in lines)
+            write_whole(self.path(name), text.encode())
+
+    def close(self) -> None:
+        """Unlock the folder for other processes."""
+        unlock_file(self._fd)
+        self._fd = None
+
+
+def strict_json(value: Any) -> str:
+    """Return JSON for every program: NaN and infinity, which JSON lacks, are null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
 def open_folder(run: Run, stack: ExitStack) -> RunDir:
@@ -61,6 +145,9 @@ def open_folder(run: Run, stack: ExitStack) -> RunDir:
     folder.rewind(run.state.history, (run.state.epoch, run.state.step))
     run.checkpoints = Checkpoints(folder.path(CHECKPOINTS), run.config.keep)
     return folder
+
+
+# --- while it runs --------------------------------------------------------------------------------
 
 
 class RunLog:

@@ -42,6 +42,7 @@ from wdstrain.training.run_log import (
     Passes,
     RunLog,
     best_sentence,
+    check_out,
     epoch_lines,
     epoch_metrics,
     samples_sentence,
@@ -130,6 +131,9 @@ def train(arguments: TrainArguments) -> TrainResult:
     distributed = DistributedContext()
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
+        if distributed.leads:  # other ranks may see files that it has written already
+            out = os.fspath(arguments.out)
+            check_out(out, overwrite=arguments.overwrite, resume=arguments.resume)
         run = Run(arguments, distributed, reporter)
         for loader in filter(None, (run.loader, run.val_loader)):
             stack.callback(loader.close)

@@ -10,8 +10,11 @@ import argparse
 import fnmatch
 import importlib.util
 import os
+import pickle
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wdstrain.decode.fields import Field
+from wdstrain.errors import UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import json_bytes
@@ -35,9 +39,9 @@ from wdstrain.training.inputs import (
 )
 from wdstrain.training.models import TIMM, ModelFactory, build, output_layers
 from wdstrain.training.options import is_file
-from wdstrain.training.run_dir import FORMAT, load_file, read_checkpoint
 from wdstrain.training.tasks import Task
 
+FORMAT = 3  # of the contents of a checkpoint
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")  # DataParallel, torch.compile, Lightning
 _NESTED = (
     "model",
@@ -111,7 +115,7 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
 def _load_file(model: nn.Module, path: str, classes: Sequence[Sequence[str]]) -> Loaded:
     # timm and torchvision's references save their arguments beside the weights
     with torch.serialization.safe_globals([argparse.Namespace]):
-        value: Any = load_file(
+        value: Any = _read_file(
             path,
             "cannot be loaded by torch.load with weights_only=True. Save a state dict: "
             "torch.save(model.state_dict(), FILE).",
@@ -219,6 +223,42 @@ def train_mode(model: nn.Module) -> None:
 
 # Options of the machine that trained, which need not fit this one.
 _OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", "max_errors")
+
+
+def _read_file(path: str, other: str) -> Any:
+    """Return what torch.save wrote, on the CPU. other: sentence on a file that is none.
+
+    Raises UsageError for a missing or damaged file, also for changed bytes, which torch does not
+    notice.
+    """
+    with refusing(f"{path} cannot be read", "Check the path.", errors=(OSError,)):
+        try:
+            # torch has its own words for other files
+            with suppress(zipfile.BadZipFile, NotImplementedError), zipfile.ZipFile(path) as file:
+                damaged = file.testzip()
+                problem = f"{path} is damaged: the checksum of {damaged} differs."
+                refuse((damaged is not None, problem, "Use another file."))
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+            raise UsageError(f"{path} {other}") from error
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
+    state = _read_file(path, "is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt")
+    parts: dict[str, Any] = state if isinstance(state, dict) else {}
+    refuse(
+        (
+            not {"model", "config", "task"} <= set(parts),
+            f"{path} is a checkpoint of another program: it lacks model, config or task.",
+        ),
+        (
+            parts.get("format") != FORMAT,
+            f"{path} has the checkpoint format {parts.get('format')}: must be {FORMAT}.",
+            "Read it with the version of wdstrain that wrote it.",
+        ),
+    )
+    return parts
 
 
 @dataclass
