@@ -38,7 +38,7 @@ def test_every_dependency_of_the_tests_is_pinned_to_a_version_that_fits() -> Non
     pinned = [Requirement(line) for line in lines if not line.startswith("#")]
     assert all(str(pin.specifier).startswith("==") for pin in pinned)
     extras = project["optional-dependencies"]
-    chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "dev"}
+    chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "test", "dev"}
     texts = project["dependencies"] + [text for name in chosen for text in extras[name]]
     for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
         python = {"python_version": version, "python_full_version": f"{version}.5"}
@@ -60,7 +60,7 @@ def test_the_ray_extra_satisfies_the_example() -> None:
     text = (ROOT / "scripts" / "examples" / "ray_train.py").read_text()
     stated = re.search(r"Needs Ray (\S+) or newer", text)
     assert stated is not None
-    for extra in ("ray", "dev"):
+    for extra in ("ray", "test"):
         (ray,) = (
             requirement
             for requirement in map(Requirement, project["optional-dependencies"][extra])

@@ -357,9 +357,12 @@ def check_mask(mask: Part, photo: Part) -> None:
     """Raise SampleError for a mask that does not cover its photo as it is shown.
 
     A mask drawn on the stored raster of a rotated photo, or on a part of it, would be stretched.
+    Damaged images are left to the check that decodes.
     """
-    stored, (width, height), *_ = _sizes(*photo)
-    _, own, *_ = _sizes(*mask)
+    try:
+        (stored, (width, height), *_), (_, own, *_) = _sizes(*photo), _sizes(*mask)
+    except SampleError:
+        return
     # sides of a smaller mask are rounded to pixels
     if abs(own[0] * height - own[1] * width) > max(width, height):
         turned = "and is rotated when it is shown; store both upright"

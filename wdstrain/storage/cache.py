@@ -151,7 +151,10 @@ class Cache:
                 with suppress(FileNotFoundError):
                     file = FileIO(_part(place, size), opener=regular)
                 # Perhaps it was completed meanwhile, and this is the part of a thread that is late.
-                file = self._open_whole(place, size) or file
+                if (whole := self._open_whole(place, size)) is not None:
+                    if file is not None:
+                        file.close()
+                    file = whole
         except OSError as error:
             self._stop_writing(error)
         return None if file is None else CachedFile(file, place, remote, stopping)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from wdstrain.errors import UsageError
 from wdstrain.training.config import Config, refuse, refusing
 from wdstrain.training.distributed import local
 from wdstrain.training.inputs import ModelInputs
@@ -195,8 +196,10 @@ def import_function(name: str) -> Callable[..., Any]:
         # as `python -m` does, and for good: a model may import its neighbors when it runs
         sys.path.insert(0, here)
     hint = f"Use module:function, for example models:make_net, in {here} or on Python's path."
-    with refusing(f"{name} cannot be imported", hint):
+    try:
         value = pkgutil.resolve_name(name)
+    except Exception as error:  # the module is the user's
+        raise UsageError(f"{name}: {type(error).__name__}: {error}.", hint) from error
     refuse((not callable(value), f"{name}: must be a function, not {type(value).__name__}."))
     return cast(Callable[..., Any], value)
 
