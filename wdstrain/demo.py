@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from wdstrain.conversion.api import convert_folder
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import UsageError
 from wdstrain.inspection.info import info
 from wdstrain.inspection.verify import verify
 from wdstrain.report.printing import counted
@@ -54,9 +54,8 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
             f"2. converted into {counted(made.shards, 'shard')}, {made.bytes / 1e6:.1f} MB: {shards}"
         )
         checked = verify(shards)
-        if checked.findings:
-            raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")
-        tell.line(f"3. verified: {counted(checked.samples, 'sample')}, every checksum as packed")
+        problems = counted(len(checked.findings), "finding")
+        tell.line(f"3. verified every byte of {counted(checked.samples, 'sample')}: {problems}")
         tell.line(f"4. training a small model for 4 epochs: {out}")
         # The steps are so short that threads mostly wait for each other: ten times as long with two.
         torch.set_num_threads(1)

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
+from pkgutil import resolve_name
 from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -37,7 +37,6 @@ Run = Callable[[argparse.Namespace, dict[str, Any]], int]
 Rows = Sequence[tuple[str, ...]]
 Shown = tuple[dict[str, Any], Rows, str]  # as JSON, as rows of a table, as text below the table
 
-_Field = dataclasses.Field[Any]
 _PLAIN = (int, float, str)
 _MOST_FINDINGS = 20  # that are printed one by one
 
@@ -54,8 +53,7 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         for kind, name in (("int", "an integer"), ("float", "a number")):
             message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is not {name}", message)
-        known: list[str] = []
-        word = ""
+        known, word = list[str](), ""
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known, word = re.findall(r"[\w-]+", choice[2]), choice[1]
         elif message.startswith("unrecognized"):
@@ -104,7 +102,7 @@ def add_verb(parent: Any, name: str, verb: Verb, text: str) -> None:
 def calling(function: str, shown: Callable[[Any, float], Shown]) -> Run:
     """Return what runs a verb that calls one function and prints its result.
 
-    function: its place below the package. shown: function of the result and of the seconds that it
+    function: MODULE:NAME below the package. shown: function of the result and of the seconds that it
     took.
     """
     return partial(_call, function, shown)
@@ -118,9 +116,8 @@ def _call(
 ) -> int:
     options = arguments.verb.options(**given)  # checked before torch is imported
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of images that it can decode
-    module, _, name = function.rpartition(".")
     begun = time.monotonic()
-    done = getattr(import_module(f"wdstrain.{module}"), name)(**vars(options))
+    done = resolve_name(f"wdstrain.{function}")(**vars(options))
     result(arguments, *shown(done, round(time.monotonic() - begun, 3)))
     for note in getattr(done, "notes", ()):
         print_message(f"note: {note}")
@@ -173,9 +170,10 @@ def is_utf8() -> bool:
 
 def facts(index: Index) -> dict[str, Any]:
     """Return what verbs that make an index print of it as JSON."""
-    sizes = {split: 0 for split in index.splits}
-    for shard in index.shards:
-        sizes[shard.split] += shard.samples
+    sizes = {
+        split: sum(shard.samples for shard in index.shards if shard.split == split)
+        for split in index.splits
+    }
     columns = [{**column.row, "missing": column.values.null_count} for column in index.columns]
     return {
         "samples": len(index),
@@ -237,17 +235,17 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
     return values | {name: dict(values[name]) for name in pairs}
 
 
-def _add_positional(target: Any, field: _Field) -> None:
+def _add_positional(target: Any, field: dataclasses.Field[Any]) -> None:
     several = "+" if field.default is REQUIRED else "*"
     target.add_argument(
         field.name,
         metavar=field.metadata["metavar"] or field.name.upper(),
-        help=_escaped(help_text(field)),
+        help=help_text(field),
         nargs=several if field.metadata["several"] else None,
     )
 
 
-def _add_flag(target: Any, field: _Field, names: list[str], hint: Any) -> None:
+def _add_flag(target: Any, field: dataclasses.Field[Any], names: list[str], hint: Any) -> None:
     about = field.metadata
     words: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     if switches := about.get("switches"):
@@ -255,7 +253,7 @@ def _add_flag(target: Any, field: _Field, names: list[str], hint: Any) -> None:
         for value, text in switches.items():
             group.add_argument(f"--{value}", action="store_const", const=value, help=text, **words)
         return
-    words["help"] = _escaped(help_text(field))
+    words["help"] = help_text(field)
     if hint is bool:
         has_both = about["negatable"] or field.default is True
         words["action"] = argparse.BooleanOptionalAction if has_both else "store_true"
@@ -282,8 +280,3 @@ def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str],
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
-
-
-def _escaped(text: str) -> str:
-    """Return a help text as argparse takes it, which formats it."""
-    return text.replace("%", "%%")

@@ -85,22 +85,22 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
 
 _TRAINING = "'shards/photos/train-*.tar'"
 VERBS = {
-    "info": Verb(InfoOptions, "info shards/photos", calling("inspection.info.info", _with_bars)),
+    "info": Verb(InfoOptions, "info shards/photos", calling("inspection.info:info", _with_bars)),
     "show": Verb(_ShowOptions, "show shards/photos -o sheet.png --random", _show),
     "verify": Verb(
         VerifyOptions,
         "verify shards/photos --decode",
-        calling("inspection.verify.verify", _timed),
+        calling("inspection.verify:verify", _timed),
     ),
     "repair": Verb(
         RepairOptions,
         "repair shards/photos -o shards/saved",
-        calling("inspection.repair.repair", _timed),
+        calling("inspection.repair:repair", _timed),
     ),
     "plan": Verb(
         PlanOptions,
         f"plan {_TRAINING} --batch-size 16 --world-size 2",
-        calling("inspection.plan.plan_epoch", _rows),
+        calling("inspection.plan:plan_epoch", _rows),
     ),
-    "bench": Verb(BenchOptions, f"bench {_TRAINING} --tune", calling("tuning.bench.bench", _rows)),
+    "bench": Verb(BenchOptions, f"bench {_TRAINING} --tune", calling("tuning.bench:bench", _rows)),
 }

@@ -121,8 +121,7 @@ def _kind_of_source(source: str) -> str:
     if not os.path.isdir(source):
         is_tar = source.lower().endswith(".tar") or COMPRESSED.search(source)
         return "tars" if is_tar else SOURCES.get(os.path.splitext(source)[1].lower(), "")
-    with os.scandir(source) as entries:
-        is_folder = {entry.name: entry.is_dir() for entry in entries}
+    is_folder = {entry.name: entry.is_dir() for entry in os.scandir(source)}
     if any(name == "index.json" or name.endswith(".tar") for name in is_folder):
         return "tars"
     folders = sorted(name for name in is_folder if is_folder[name])
@@ -305,8 +304,8 @@ def _serve(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         status = 1  # the server ended by itself
     seconds, sent = time.monotonic() - begun, {"requests": server.requests, "bytes": server.bytes}
     report = {"folder": server.folder, "url": server.url, **sent, "seconds": round(seconds, 3)}
-    requests = f"served {counted(server.requests, 'request')}"
-    result(arguments, report, [(f"{requests}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s",)])
+    requests, megabytes = counted(server.requests, "request"), server.bytes / 1e6
+    result(arguments, report, [(f"served {requests}, {megabytes:.1f} MB, in {seconds:.0f} s",)])
     return status
 
 
@@ -314,7 +313,7 @@ VERBS = {
     "index": Verb(
         IndexOptions,
         "index old --columns cls,json.kind",
-        calling("shards.declare.index", _indexed),
+        calling("shards.declare:index", _indexed),
     ),
     "remove": Verb(RemoveOptions, "remove shards/photos --where \"label == 'blurred'\"", _remove),
     "serve": Verb(_ServeOptions, "serve shards/photos --port 8000", _serve),

@@ -249,13 +249,13 @@ VERBS = {
     "compare": Verb(
         _CompareOptions,
         "compare runs/* --report runs.html",
-        calling("training.report.compare", _compared),
+        calling("training.report:compare", _compared),
     ),
     "predict": Verb(_PredictOptions, f"predict {_BEST} new-photos -o predictions.csv", _predict),
     "export": Verb(
         ExportArguments,
         f"export {_BEST} photos.onnx",
-        calling("training.weights.export", _exported),
+        calling("training.weights:export", _exported),
     ),
-    "demo": Verb(_DemoOptions, "demo --dir shards", calling("demo.demo", _toured)),
+    "demo": Verb(_DemoOptions, "demo --dir shards", calling("demo:demo", _toured)),
 }

@@ -37,22 +37,16 @@ def cards(parts: Iterable[str]) -> str:
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
-def table(rows: Mapping[str, object]) -> str:
-    """Return a table with a row for each name and value."""
-    return (
-        "<table>"
-        + "".join(
-            f"<tr><th>{escape(str(n))}</th><td>{escape(str(v))}</td></tr>" for n, v in rows.items()
-        )
-        + "</table>"
+def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
+    """Return a table of rows, each headed by its first value. titles: of the columns."""
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    lines = "".join(
+        f"<tr><th>{escape(str(name))}</th>"
+        + "".join(f"<td>{escape(str(value))}</td>" for value in values)
+        + "</tr>"
+        for name, *values in rows
     )
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table with a header row."""
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    cells = ("".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows)
-    return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    return f"<table><tr>{head}</tr>{lines}</table>"
 
 
 def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:

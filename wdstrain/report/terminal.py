@@ -185,6 +185,13 @@ def table_text(rows: Sequence[Sequence[str]], *, width: int | None = None) -> st
     table.add_column(no_wrap=is_cut, overflow="crop" if is_cut else "fold", ratio=int(is_cut))
     for row in rows:
         table.add_row(*map(_printable_lines, row))
-    plain: dict[str, Any] = {"color_system": None, "force_jupyter": False, "force_terminal": False}
-    Console(file=text, width=width, highlight=False, markup=False, **plain).print(table)
+    Console(
+        file=text,
+        width=width,
+        highlight=False,
+        markup=False,
+        color_system=None,
+        force_jupyter=False,
+        force_terminal=False,
+    ).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

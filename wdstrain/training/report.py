@@ -165,7 +165,7 @@ def _write(
         f"<p class=soft>{escape(f'model {config.model}, task {task}')}</p>",
         f'<div class="facts">{cells}</div>',
         *(f"<p>{escape(text)}</p>" for text in texts),
-        pages.cards([*cards, pages.card("Options", pages.table(options))]),
+        pages.cards([*cards, pages.card("Options", pages.table(options.items()))]),
     ]
     write_whole(path, pages.page(title, parts))
 
@@ -222,7 +222,7 @@ def largest(counts: Mapping[str, int], most: int | None = None) -> dict[str, int
 
 def _results(task: Task, metrics: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[str]:
     """Yield a card for each result of a pass: metrics, mistakes of each head, worst samples."""
-    yield pages.card("Metrics", pages.table(dict(metric_rows(metrics))))
+    yield pages.card("Metrics", pages.table(metric_rows(metrics)))
     for head in task.heads:
         own = details["heads"][head.name]
         for title, body in (draw(head, own[part]) for part, draw in _PANELS if part in own):
@@ -250,7 +250,7 @@ def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]
     cells = ((value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row))
     pairs = sorted(((v, i, j) for v, i, j in cells if i != j and v), reverse=True)[:_PAIRS]
     rows = [(names[i], names[j], f"{v:g} of {sum(counts[i]):g}") for v, i, j in pairs]
-    return "most frequent mistakes", pages.grid(("class", "predicted as", "samples"), rows)
+    return "most frequent mistakes", pages.table(rows, ("class", "predicted as", "samples"))
 
 
 def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
@@ -268,7 +268,7 @@ def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
     name, most = next(iter(order.items()))
     share = most / max(1, sum(order.values()))
     baseline = f"Predicting always {name!r} would be right for {share:.2%} of {counted}."
-    table = pages.grid(("class", counted, *names), rows[:_CLASSES])
+    table = pages.table(rows[:_CLASSES], ("class", counted, *names))
     return "classes", f"<p>{escape(baseline)}</p>{table}"
 
 
@@ -406,5 +406,5 @@ def _write_page(path: str, rows: Sequence[Mapping[str, Any]], histories: Sequenc
             lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
         cards.append(curves(name, lines))
     more = f"<p>Curves of the first {_MOST} runs.</p>" if len(rows) > _MOST else ""
-    parts = [pages.grid(head, body), more, pages.cards(cards)]
+    parts = [pages.table(body, head), more, pages.cards(cards)]
     write_whole(path, pages.page(f"{len(rows)} runs", parts))
