@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +391,11 @@ def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
     from wdstrain.training.config import read_lines
     from wdstrain.training.run_log import STEPS, RunDir
 
-    run = RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
+    run = RunDir(str(tmp_path / "run"), "", ExitStack(), overwrite=False, resume=False)
     run.log(STEPS, {"step": 1})
     with open(run.path(STEPS), "ab") as file:
         file.write(b"\xff\xfe\x00\x00\x80 noise")
     assert read_lines(run.path(STEPS)) == [{"step": 1}]
-    run.close()
 
 
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
@@ -404,12 +403,13 @@ def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
 ) -> None:
     from wdstrain.training.run_log import RunDir
 
-    with monkeypatch.context() as patch, ended_at("replace", ".*"):
+    with monkeypatch.context() as patch, ended_at("replace", ".*"), ExitStack() as stack:
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up
-        RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
+        RunDir(str(tmp_path / "run"), "", stack, overwrite=False, resume=False)
     assert [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
     for resume in (False, True):
-        RunDir(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
+        with ExitStack() as stack:
+            RunDir(str(tmp_path / "run"), "", stack, overwrite=False, resume=resume)
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 

@@ -101,9 +101,8 @@ class DistributedContext:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        for value in model.cpu().state_dict().values():  # all start from those of rank 0
-            if isinstance(value, Tensor):
-                dist.broadcast(value, 0, group=self._control)
+        values = model.cpu().state_dict().values()  # all start from those of rank 0
+        self.broadcast(value for value in values if isinstance(value, Tensor))
         mesh = init_device_mesh(device.type, (self.size,))
         # Blocks of sequences only: they are known to be called as modules. Attention, for example,
         # reads the weights of its layers without calling them.
@@ -134,7 +133,8 @@ class DistributedContext:
         """Copy these tensors of rank 0 to all processes."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                is_local = tensor.device.type == "cpu"  # nccl sends none from there
+                dist.broadcast(tensor, 0, group=self._control if is_local else None)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over all processes, in a new tensor."""

@@ -106,12 +106,14 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
             criterion=arguments.criterion,
             metrics=arguments.metrics or {},
         )
-        model = loaded.model.to(setup.device)
         consume: Callable[[Iterator[Scored]], object] = drain
         if arguments.predictions is not None:
-            path = os.fspath(arguments.predictions)
-            consume = _Table(index, loaded, setup, path, arguments).write
-        metrics, details = evaluate_pass(model, loader, setup, "evaluating", consume=consume)
+            consume = _Table(
+                index, loaded, setup, os.fspath(arguments.predictions), arguments
+            ).write
+        metrics, details = evaluate_pass(
+            loaded.model.to(setup.device), loader, setup, "evaluating", consume=consume
+        )
     if arguments.report is not None and distributed.leads:
         write_evaluation(os.fspath(arguments.report), loaded, metrics, details)
     return task, metrics | classes_of(details)
@@ -119,8 +121,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
 
 def _loaded(arguments: TrainedArguments) -> LoadedCheckpoint:
     """Return the model that the arguments name. Raises UsageError for columns that masks lack."""
-    values = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
-    options = {name: value for name, value in values.items() if value is not None}
+    options = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
     loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
     refuse(
         *(
@@ -184,14 +185,13 @@ def predict(arguments: PredictArguments) -> PredictResult:
         index = None if images else open_shards(arguments.urls)
         fields = loaded.fields(arguments.fields, index)
         setup = _setup(loaded, distributed, reporter)
-        model = loaded.model.to(setup.device)
         if index is None:
             index = _index_of_files(images, fields)
         table = _Table(index, loaded, setup, path, arguments)
         config = replace(loaded.config, on_error="replace", max_errors=1.0)
         loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
         with closing(loader):
-            table.write(run_model(model, loader, setup, "predicting"))
+            table.write(run_model(loaded.model.to(setup.device), loader, setup, "predicting"))
     return PredictResult(table.count, table.bad)
 
 

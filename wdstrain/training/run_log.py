@@ -75,22 +75,25 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
 
 
 class RunDir:
-    """The folder of a new run, or with `resume` of an earlier one. config: text of config.toml."""
+    """The folder of a new run, or with `resume` of an earlier one."""
 
-    def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
+    def __init__(
+        self, folder: str, config: str, stack: ExitStack, *, overwrite: bool, resume: bool
+    ) -> None:
+        """config: text of config.toml. stack: unlocks the folder for other processes."""
         self.folder = folder
         check_out(folder, overwrite=overwrite, resume=resume)
-        with disk_errors(folder, "Choose another folder."), ExitStack() as stack:
+        with disk_errors(folder, "Choose another folder."):
             os.makedirs(folder, exist_ok=True)
-            self._fd = lock_file(self.path(_LOCK))
+            lock = lock_file(self.path(_LOCK))
             refuse(
                 (
-                    self._fd is None,
+                    lock is None,
                     f"another process is training into {folder}.",
                     "Wait for it, or choose another folder.",
                 )
             )
-            stack.callback(self.close)
+            stack.callback(unlock_file, lock)
             for name in _RUN_FILES.intersection(os.listdir(folder)) if overwrite else ():
                 if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
                     shutil.rmtree(self.path(name))
@@ -100,7 +103,6 @@ class RunDir:
                 path.unlink()
             write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
-            stack.pop_all()
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -117,11 +119,6 @@ class RunDir:
         for name, lines in ((METRICS, history), (STEPS, steps)):
             text = "".join(f"{strict_json(line)}\n" for line in lines)
             write_whole(self.path(name), text.encode())
-
-    def close(self) -> None:
-        """Unlock the folder for other processes."""
-        unlock_file(self._fd)
-        self._fd = None
 
 
 def strict_json(value: Any) -> str:
@@ -140,8 +137,7 @@ def open_folder(run: Run, stack: ExitStack) -> RunDir:
             count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None
     text = run.config.toml({"train": addresses(arguments.urls), "val": val})
-    folder = RunDir(run.folder, text, overwrite=arguments.overwrite, resume=arguments.resume)
-    stack.callback(folder.close)
+    folder = RunDir(run.folder, text, stack, overwrite=arguments.overwrite, resume=arguments.resume)
     folder.rewind(run.state.history, (run.state.epoch, run.state.step))
     run.checkpoints = Checkpoints(folder.path(CHECKPOINTS), run.config.keep)
     return folder

@@ -50,7 +50,7 @@ from wdstrain.training.run_log import (
 )
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import Scored, evaluate_pass
-from wdstrain.training.weights import set_trainable, train_mode
+from wdstrain.training.weights import train_mode
 
 
 class Callback:
@@ -238,7 +238,8 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
     if state.step >= run.steps:  # only the validation is missing
         return
     if run.frozen and config.unfreeze_epoch is not None and state.epoch >= config.unfreeze_epoch:
-        set_trainable(run.model, run.frozen, True)
+        for name in run.frozen:
+            run.model.get_parameter(name).requires_grad_(True)
         run.frozen = []
         run.wrap()
     train_mode(run.model)

@@ -13,7 +13,7 @@ import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -195,14 +195,9 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
         frozen.update(matching)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     refuse((trained <= frozen, "{freeze} leaves no parameter to train.", "", {"freeze": patterns}))
-    set_trainable(model, frozen, False)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     return sorted(frozen & trained)
-
-
-def set_trainable(model: nn.Module, names: Iterable[str], trainable: bool) -> None:
-    """Train or freeze these parameters. Others stay as they are."""
-    for name in names:
-        model.get_parameter(name).requires_grad_(trainable)
 
 
 def train_mode(model: nn.Module) -> None:
@@ -282,14 +277,13 @@ class LoadedCheckpoint:
         """Load a checkpoint.
 
         model: makes the model, where the checkpoint names neither "small" nor a model of
-        torchvision or timm. options: in place of those of training. Raises UsageError for a file
-        that is no checkpoint, and for weights of another model.
+        torchvision or timm. options: in place of those of training, but for None. Raises UsageError
+        for a file that is no checkpoint, and for weights of another model.
         """
         state = read_checkpoint(os.fspath(path))
-        trained = {
-            name: value for name, value in state["config"].items() if name not in _OF_MACHINE
-        }
-        config = Config.of({**trained, **(options or {})})
+        values = {name: own for name, own in state["config"].items() if name not in _OF_MACHINE}
+        values |= {name: own for name, own in (options or {}).items() if own is not None}
+        config = Config.of(values)
         task, inputs = Task.from_state(state["task"]), ModelInputs.from_state(state["inputs"])
         refuse(
             (
