@@ -195,7 +195,7 @@ def call_model(model: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
     """Return what a model gets for values [b, ...] in the type of the samples."""
-    constants = _constants(normalization, values.device)
+    constants = constants_of(normalization, values.device)
     return scaled(values, *constants, is_byte=values.dtype == torch.uint8)
 
 
@@ -214,7 +214,7 @@ def scaled(values: Tensor, mean: Tensor, std: Tensor, *, is_byte: bool) -> Tenso
 
 
 @cache
-def _constants(normalization: Normalization, device: torch.device) -> list[Tensor]:
+def constants_of(normalization: Normalization, device: torch.device) -> list[Tensor]:
     """Return mean and standard deviation of 0 to 255 on a device, float32[3, 1, 1] each.
 
     They are copied there once: a copy of pageable memory makes the host wait for the device.

@@ -315,12 +315,12 @@ class Run:
         try:
             step = state.epoch * self.steps + state.step
             path = self.checkpoints.save(checkpoint, step, best=best)
-            self.write_error = None
         except StorageError as error:
             self.write_error = error
             self.setup.reporter.line(f"{error} Training goes on.")
-            return
-        self.call("on_checkpoint", path)
+        else:
+            self.write_error = None
+            self.call("on_checkpoint", path)
 
 
 def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:

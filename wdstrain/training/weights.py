@@ -34,6 +34,7 @@ from wdstrain.training.inputs import (
     Normalization,
     call_model,
     check_same_inputs,
+    constants_of,
     input_fields,
     scaled,
 )
@@ -338,9 +339,8 @@ class Normalizing(nn.Module):
         # float32 is too coarse for times and coordinates
         scales = torch.tensor([(head.mean, head.deviation) for head in heads], dtype=torch.float64)
         self.shift, self.scale = (nn.Buffer(values.clone()) for values in scales.T)
-        normalization = loaded.inputs.normalization
-        values = torch.tensor([normalization.mean, normalization.std]).view(2, 1, 3, 1, 1) * 255
-        self.mean, self.std = (nn.Buffer(value.clone()) for value in values)
+        constants = constants_of(loaded.inputs.normalization, torch.device("cpu"))
+        self.mean, self.std = (nn.Buffer(value.clone()) for value in constants)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         specs = zip(self.inputs.specs.items(), inputs, strict=True)
