@@ -48,8 +48,10 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
         left = np.interp(line.xs, (x_marks[0], x_marks[-1]), (_LEFT, _RIGHT))
         top = np.interp(line.ys, (y_marks[0], y_marks[-1]), (_BOTTOM, _TOP))
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(left, top, strict=True))
-        style = 'stroke-width="1.8" stroke-linejoin="round"'
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8" '
+            'stroke-linejoin="round"/>'
+        )
         if line.dots or len(line.xs) == 1:
             for x, y, *point in zip(left, top, line.xs, line.ys, strict=True):
                 hint = f"{line.name}: {_number(point[1], share, 4)} at {across} {point[0]:.4g}"

@@ -38,10 +38,11 @@ def cards(parts: Iterable[str]) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
-    """Return a table of rows, each headed by its first value. titles: of the columns."""
+    """Return a table of rows, each headed by its first value, or with titles of columns."""
+    first = "td" if titles else "th"
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     lines = "".join(
-        f"<tr><th>{escape(str(name))}</th>"
+        f"<tr><{first}>{escape(str(name))}</{first}>"
         + "".join(f"<td>{escape(str(value))}</td>" for value in values)
         + "</tr>"
         for name, *values in rows
