@@ -445,7 +445,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "reader/fetch.py": [
         ("known-crc", "& (members.crc != 0)", "& (members.crc == 0)"),
         ("gaps", "target = self._scratch[", "self._scratch["),
-        ("replaced", "if not self._index.needs_headers", "if self._index.needs_headers"),
+        ("replaced", "if not needs_headers(", "if needs_headers("),
         ("read-again", "find().keys() - bad.keys()", "find().keys() & bad.keys()"),
     ],
     # --- decode ---

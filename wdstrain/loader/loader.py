@@ -263,18 +263,8 @@ class Loader:
 
     def __repr__(self) -> str:
         """What is read, what a batch holds, and the position: a text of some lines."""
-        plan, (epoch, step, _) = self.plan(0), self._state.position
-        fields = (self.fields or {}).items()
-        lines = [
-            f"Loader({counted(len(self.index), 'sample')} in "
-            f"{counted(len(self.index.shards), 'shard')}, {counted(len(self), 'batch')} of {self.batch_size} on rank {self.rank} of {self.world_size}, "
-            f"shuffle_buffer={self.shuffle_buffer} holds about "
-            f"{self._plans.buffered_megabytes(self.rank):.1f} MB)",
-            f"  at epoch {epoch}, step {step} of {len(self)}; seed {plan.seed}, {plan.left_out} "
-            f"samples left out",
-            *(f"  {name}: {_describe(field, self.batch_size)}" for name, field in fields),
-        ]
-        return "\n".join(lines)
+        epoch, step, _ = self._state.position
+        return _described(self, epoch, step, self._plans.buffered_megabytes(self.rank))
 
     def __enter__(self) -> Loader:
         return self
@@ -332,6 +322,22 @@ def _checked_steps(
             value=start,
         )
     return number, start, until
+
+
+def _described(loader: Loader, epoch: int, step: int, buffered: float) -> str:
+    """Return lines on a loader at a position. buffered: megabytes of its shuffle buffer."""
+    plan, index, fields = loader.plan(0), loader.index, (loader.fields or {}).items()
+    batches = f"{counted(len(loader), 'batch')} of {loader.batch_size}"
+    lines = [
+        f"Loader({counted(len(index), 'sample')} in {counted(len(index.shards), 'shard')}, "
+        f"{batches} on rank {loader.rank} of {loader.world_size}, "
+        f"shuffle_buffer={loader.shuffle_buffer} holds about "
+        f"{buffered:.1f} MB)",
+        f"  at epoch {epoch}, step {step} of {len(loader)}; seed {plan.seed}, {plan.left_out} "
+        f"samples left out",
+        *(f"  {name}: {_describe(field, loader.batch_size)}" for name, field in fields),
+    ]
+    return "\n".join(lines)
 
 
 def _describe(field: Field, batch_size: int) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.decode.batches import Layout, ReadBatch, Result, Slots
@@ -30,7 +30,7 @@ from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.run import ReadStopped, Run
+from wdstrain.reader.run import ReadStopped, Run, describe_wait
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.watchdog import StallWatchdog
 from wdstrain.runtime.workers import WORKER_DEATH, DeferSignals
@@ -273,21 +273,9 @@ class Pipeline:
 
         Runs in the watchdog's thread.
         """
-        reading = self._run.describe_wait() if self._run is not None else None
-        awaited = self._pending[0] if self._pending else None
-        if reading is not None:
-            stage = f"Stage read: {reading}"
-        elif awaited is None:
-            stage = f"Stage hand-off. {self.workers.describe()}"
-        else:
-            first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
-            keys = ", ".join(awaited.keys[:_SHOWN_KEYS])
-            stage = (
-                f"Stage decode: the awaited samples are {keys}{f' and {more} more' * (more > 0)}; "
-                f"the first is in {self._index.shard_with(first).shown} at offset "
-                f"{int(self._index.offsets.start[first])}. {self.workers.describe()}"
-            )
         faulthandler.dump_traceback(2)  # not sys.stderr: a notebook's has no descriptor
+        words = self.workers.describe()
+        stage = _stuck_stage(self._run, self._pending, self._index, words)
         logger.warning("no batch for %.0f s. %s. stderr has the stacks.", seconds, stage)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -314,6 +302,24 @@ class Pipeline:
         if self._finalizer is not None:
             # Last: if a Ctrl-C interrupts this method, the owner's end closes the rest.
             self._finalizer.detach()
+
+
+def _stuck_stage(run: Run | None, pending: Sequence[ReadBatch], index: Index, words: str) -> str:
+    """Return which stage the loop waits for, with the awaited samples.
+
+    pending: batches that decoders have. words: on the workers.
+    """
+    if run is not None and (reading := describe_wait(run)) is not None:
+        return f"Stage read: {reading}"
+    if not pending:
+        return f"Stage hand-off. {words}"
+    awaited = pending[0]
+    first, more = int(awaited.ids[0]), len(awaited.ids) - _SHOWN_KEYS
+    keys = ", ".join(awaited.keys[:_SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"Stage decode: the awaited samples are {keys}; the first is in "
+        f"{index.shard_with(first).shown} at offset {int(index.offsets.start[first])}. {words}"
+    )
 
 
 def _close_without_owner(pipeline: Pipeline) -> None:

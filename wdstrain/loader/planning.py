@@ -28,7 +28,7 @@ from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.where import column_values
+from wdstrain.shards.where import column_values, ids_where
 from wdstrain.storage.addresses import Urls
 
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
@@ -226,7 +226,7 @@ def _choose(
     The options are those of `Loader`; at most one of weights and balance is given. Raises
     UsageError for options that do not fit the index.
     """
-    ids = None if where is None else index.ids_where(where)
+    ids = None if where is None else ids_where(index, where)
     selection = index if ids is None else index.take(ids)
     if balance is not None:
         return selection, _balanced(selection, balance)

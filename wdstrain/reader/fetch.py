@@ -20,7 +20,7 @@ from wdstrain.memory import Memory, checksums, private_memory
 from wdstrain.order.order import Ints
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.reads import LOCAL_BYTES, Read
-from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index import Index, Shard, expected_state, needs_headers
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.files import LocalFile, open_source
 from wdstrain.storage.remote import File, RemoteFile, is_remote, range_size
@@ -134,7 +134,7 @@ class Fetcher:
             cache.forget(shard.path, shard.bytes, shard.sha256, shard.tag)
         with suppress(WdstrainError):  # then they stay as bad as they are
             data = private_memory(read.stop - read.start)
-            state = self._index.expected_state(shard)
+            state = expected_state(self._index, shard)
             with open_source(shard.path, shard.bytes, state) as source:
                 source.read_into(data, read.start)
             self._copy(read, data, block, rows)
@@ -155,7 +155,7 @@ class Fetcher:
 
         Only shards of which nothing else tells that are checked.
         """
-        if not self._index.needs_headers(read.shard):
+        if not needs_headers(self._index, read.shard):
             return
         path, tag = read.shard.path, self._files[read.shard.path].tag
         if tag and self._index.versions.setdefault(path, tag) != tag:
@@ -185,7 +185,7 @@ class Fetcher:
         return file
 
     def _open(self, shard: Shard) -> File:
-        state, cache = self._index.expected_state(shard), self._reader.cache
+        state, cache = expected_state(self._index, shard), self._reader.cache
         if not is_remote(shard.path):
             return LocalFile(shard.path, state or "")
         if state is None:

@@ -69,11 +69,11 @@ class Run:
         self._lock = threading.RLock()
         self._turn = threading.Lock()  # held by the thread that takes the next read
         self._loop_wakeup, self._reader_wakeup = SimpleQueue[None](), SimpleQueue[None]()
-        self._is_waiting = self._is_stopped = False  # waiting: the loop, for a batch
+        self.is_waiting = self._is_stopped = False  # waiting: the loop, for a batch
         self._wanted = 0  # the batch that the loop requests
         self._paused_before: int | None = None  # first batch of the read that waits for memory
         self._counted_until = 0.0  # time up to which reading was counted
-        self._in_flight: dict[threading.Thread, Read] = {}
+        self.in_flight: dict[threading.Thread, Read] = {}
         # By batch and row, where each arrived sample and its block begin; -1 for others. Tables of
         # consecutive batches, int64[2, batches * rows].
         self._tables: dict[int, Ints] = {}
@@ -121,7 +121,7 @@ class Run:
                 self._loop_wakeup.get()
             return batch
         finally:
-            self._is_waiting = False
+            self.is_waiting = False
             self._stats.shuffle_seconds += time.perf_counter() - begun
 
     def _take(self, batch: ReadBatch) -> ReadBatch | None:
@@ -136,7 +136,7 @@ class Run:
                 raise ReadStopped("the reader was stopped")
             if self._failed_batch <= batch.number and not is_ready:
                 raise self._error
-            self._wanted, self._is_waiting = batch.number, not is_ready
+            self._wanted, self.is_waiting = batch.number, not is_ready
             if table is not None and is_ready:
                 self.bytes_ahead -= int(self._sizes[batch.ids].sum())
                 place, self._taken[batch.number] = table[:, start:stop]
@@ -163,7 +163,7 @@ class Run:
 
         A read that was planned later may be needed earlier: then the loop waits for no other read.
         """
-        return first <= self._wanted or (self._is_waiting and not self._in_flight)
+        return first <= self._wanted or (self.is_waiting and not self.in_flight)
 
     def _wake_reader(self) -> None:
         """Wake the thread that waits for memory if it may go on. The caller holds the lock."""
@@ -218,7 +218,7 @@ class Run:
             if block is None:
                 self._paused_before = read.first_batch
             else:
-                self._in_flight[threading.current_thread()] = read
+                self.in_flight[threading.current_thread()] = read
                 self.bytes_ahead += int(read.size.sum())
             return block
 
@@ -232,7 +232,7 @@ class Run:
             self._stats.read_seconds += now - max(begun, self._counted_until)
             self._counted_until = now
             self._stats.bytes += read.stop - read.start
-            del self._in_flight[threading.current_thread()]
+            del self.in_flight[threading.current_thread()]
             for position, reason in bad.items():
                 batch = int(read.batch[position])
                 if isinstance(reason, BaseException):
@@ -273,19 +273,11 @@ class Run:
                 fetcher.stop()
         end = time.monotonic() + STOP_PATIENCE
         for thread in self._threads:
-            read = self._in_flight.get(thread)
+            read = self.in_flight.get(thread)
             is_at_server = read is not None and is_remote(read.shard.path)
             thread.join(max(0.0, end - time.monotonic()) if is_at_server else None)
         if self._cache is not None:
             self._cache.stop(max(0.0, end - time.monotonic()))
-
-    def describe_wait(self) -> str | None:
-        """Return what is being read, if the loop waits for a read."""
-        if not self._is_waiting:
-            return None
-        for read in list(self._in_flight.values()):
-            return f"{read.shard.shown} is being read at offset {read.start}"
-        return "nothing is being read"
 
     def _fail(self, batch: int, error: BaseException) -> None:
         """End reading before a batch; the loop's thread raises the error. The caller holds the lock."""
@@ -296,9 +288,18 @@ class Run:
 
     def _wake_loop(self) -> None:
         """Wake the loop's thread if it waits. The caller holds the lock."""
-        if self._is_waiting:
-            self._is_waiting = False
+        if self.is_waiting:
+            self.is_waiting = False
             self._loop_wakeup.put(None)
+
+
+def describe_wait(run: Run) -> str | None:
+    """Return what is being read, if the loop waits for a read."""
+    if not run.is_waiting:
+        return None
+    for read in list(run.in_flight.values()):
+        return f"{read.shard.shown} is being read at offset {read.start}"
+    return "nothing is being read"
 
 
 def _planned_batches(

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from isal.isal_zlib import crc32
 
-from wdstrain.errors import DamageError, UsageError
+from wdstrain.errors import DamageError
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
@@ -35,7 +35,7 @@ from wdstrain.shards.offsets import (
     utf8_text,
 )
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
-from wdstrain.shards.where import matching
+from wdstrain.shards.where import ids_where
 from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
@@ -110,11 +110,8 @@ class Index:
         return replace(self, offsets=Offsets.of_arrays(self.fields, arrays, columns))
 
     def __repr__(self) -> str:
-        names = {
-            "splits": self.splits,
-            "fields": self.fields,
-            "labels": [c.name for c in self.labels],
-        }
+        labels = [label.name for label in self.labels]
+        names = {"splits": self.splits, "fields": self.fields, "labels": labels}
         shown = [f"{title} {', '.join(words)}" for title, words in names.items() if any(words)]
         counts = f"{counted(len(self), 'sample')}, {counted(len(self.shards), 'shard')}"
         return printable(f"Index({'; '.join([f'{counts}, {self.megabytes:.1f} MB', *shown])})")
@@ -125,26 +122,8 @@ class Index:
         size = self.offsets.size.sum() if self.is_selection else sum(s.bytes for s in self.shards)
         return float(size) / 1e6
 
-    def expected_state(self, shard: Shard) -> str | None:
-        """Return the state that a shard must still have when it is read; None if it is unknown.
-
-        "" for a shard with checksums: each of its samples is verified instead.
-        """
-        return "" if shard.path in self._with_checksums else shard.tag or None
-
-    def needs_headers(self, shard: Shard) -> bool:
-        """Return whether only headers can prove that a remote shard was not replaced.
-
-        It has neither checksums nor a strong ETag, so a new shard of the same size looks equal.
-        """
-        return (
-            is_remote(shard.path)
-            and shard.path not in self._with_checksums
-            and not shard.tag.startswith('"')
-        )
-
     @cached_property
-    def _with_checksums(self) -> frozenset[str]:
+    def with_checksums(self) -> frozenset[str]:
         """Paths of the shards whose members have checksums."""
         return frozenset(
             shard.path for i, shard in enumerate(self.shards) if self._rows_of(i).has_checksums
@@ -251,17 +230,7 @@ class Index:
 
         Raises UsageError for a condition that is not valid, or that holds for no sample.
         """
-        return self.take(self.ids_where(condition))
-
-    def ids_where(self, condition: str) -> Ints:
-        """Return the ids of the samples of `where`, ascending. int64[k]"""
-        ids = np.flatnonzero(matching(self, condition))
-        if not len(ids):
-            raise UsageError(
-                f"{condition!r} holds for none of {len(self)} samples.",
-                "Look at the values: wdstrain info",
-            )
-        return ids
+        return self.take(ids_where(self, condition))
 
     def sample(self, amount: float, *, seed: int = 0) -> Index:
         """Return a random choice: a share (float in (0, 1]) or a number of samples (int)."""
@@ -318,7 +287,7 @@ class Index:
         edges = np.flatnonzero(np.diff(self.shard_of(numbers))) + 1
         for part in np.split(numbers, edges) if len(numbers) else ():
             shard, members = self.shard_with(int(part[0])), self.offsets.members_of(part, fields)
-            with open_source(shard.path, shard.bytes, self.expected_state(shard)) as source:
+            with open_source(shard.path, shard.bytes, expected_state(self, shard)) as source:
                 verified = _verified(self, shard, part, members, source)
                 counts = np.diff(members.first).tolist()
                 for number, count in zip(part.tolist(), counts, strict=True):
@@ -349,6 +318,26 @@ class Index:
     def to_pandas(self) -> Any:
         """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""
         return self.table.to_pandas()
+
+
+def expected_state(index: Index, shard: Shard) -> str | None:
+    """Return the state that a shard must still have when it is read; None if it is unknown.
+
+    "" for a shard with checksums: each of its samples is verified instead.
+    """
+    return "" if shard.path in index.with_checksums else shard.tag or None
+
+
+def needs_headers(index: Index, shard: Shard) -> bool:
+    """Return whether only headers can prove that a remote shard was not replaced.
+
+    It has neither checksums nor a strong ETag, so a new shard of the same size looks equal.
+    """
+    return (
+        is_remote(shard.path)
+        and shard.path not in index.with_checksums
+        and not shard.tag.startswith('"')
+    )
 
 
 def join(parts: Sequence[Index]) -> Index:

@@ -22,7 +22,7 @@ from multiprocessing.pool import ThreadPool
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError, logger
 from wdstrain.runtime.file_locks import lock_file, unlock_file
-from wdstrain.shards.index import Index, Shard, join
+from wdstrain.shards.index import Index, Shard, expected_state, join
 from wdstrain.shards.index_io import check_sizes, find_index, load, pack_part, unpack_part
 from wdstrain.shards.offsets import Offsets, Row
 from wdstrain.shards.tar import Sample, SkippedMembers, samples, skipped_text
@@ -190,7 +190,7 @@ def _checked(index: Index, note: Note | None, may_be_short: bool) -> Index:
     newer = [
         shard.path
         for shard in index.shards
-        if index.expected_state(shard)
+        if expected_state(index, shard)
         and is_newer(shard)
         and os.path.getsize(shard.path) == shard.bytes
     ]

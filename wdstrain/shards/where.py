@@ -27,7 +27,7 @@ from wdstrain.errors import UsageError, logger
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column, mapped
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
-from wdstrain.shards.offsets import Bools, table_names
+from wdstrain.shards.offsets import Bools, Ints, table_names
 
 # An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
 Operand = Any
@@ -78,6 +78,20 @@ def matching(rows: Samples | TableRows, text: str) -> Bools:
             len(rows),
         )
     return np.asarray(pc.fill_null(holds, False))
+
+
+def ids_where(index: Samples, condition: str) -> Ints:
+    """Return the ids of the samples for which a condition holds, ascending. int64[k]
+
+    Raises UsageError if there are none.
+    """
+    ids = np.flatnonzero(matching(index, condition))
+    if not len(ids):
+        raise UsageError(
+            f"{condition!r} holds for none of {len(index)} samples.",
+            "Look at the values: wdstrain info",
+        )
+    return ids
 
 
 def column_values(index: Samples, name: str) -> pa.Array:
