@@ -38,7 +38,8 @@ _PHOTOGRAPHS = {  # class: function of skimage.data
 def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the figures of a run of the demo in `folder`, as names and values, and next steps.
 
-    The steps are commands for the user's own images. Replaces the subfolders photos-jpg, photos and photos-run of an earlier demo.
+    The steps are commands for the user's own images. Replaces the subfolders photos-jpg, photos and
+    photos-run of an earlier demo.
     """
     images, shards, out = (
         os.path.join(folder, name) for name in ("photos-jpg", "photos", "photos-run")
@@ -54,8 +55,10 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
             f"2. converted into {counted(made.shards, 'shard')}, {made.bytes / 1e6:.1f} MB: {shards}"
         )
         checked = verify(shards)
-        problems = counted(len(checked.findings), "finding")
-        tell.line(f"3. verified every byte of {counted(checked.samples, 'sample')}: {problems}")
+        tell.line(
+            f"3. verified every byte of {counted(checked.samples, 'sample')}: "
+            f"{counted(len(checked.findings), 'finding')}"
+        )
         tell.line(f"4. training a small model for 4 epochs: {out}")
         # The steps are so short that threads mostly wait for each other: ten times as long with two.
         torch.set_num_threads(1)
@@ -112,6 +115,13 @@ def _write_images(folder: str) -> None:
             "The demo needs the photographs of scikit-image.",
             "Run: pip install 'wdstrain[demo]'",
         ) from None
+    strange = set(os.listdir(folder) if os.path.isdir(folder) else ()) - {*_PHOTOGRAPHS}
+    if strange:
+        raise UsageError(
+            f"{folder} holds {min(strange)}, which no demo wrote.",
+            "Name another folder with {folder}.",
+            {"folder": ...},
+        )
     shutil.rmtree(folder, ignore_errors=True)
     rng = np.random.default_rng(0)
     for name, function in _PHOTOGRAPHS.items():

@@ -1,4 +1,4 @@
-"""The exceptions that this package raises on purpose, and the logger for what is no error.
+"""The exceptions that this package raises on purpose, and its logger.
 
     WdstrainError
     ├── UsageError        wrong argument, option, name or path (exit code 2)
@@ -43,10 +43,8 @@ class WdstrainError(Exception):
     def __init__(
         self, problem: str, hint: str = "", options: Mapping[str, Any] | None = None
     ) -> None:
-        self._texts, self.options = (
-            (problem, hint),
-            {"resume": True, "overwrite": True, **(options or {})},
-        )
+        self._texts = problem, hint
+        self.options = {"resume": True, "overwrite": True, **(options or {})}
         self.problem, self.hint = self.texts(as_keyword)
         super().__init__(f"{self.problem} {self.hint}" if hint else self.problem)
 

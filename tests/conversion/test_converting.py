@@ -424,6 +424,20 @@ def test_a_shard_of_only_bad_samples_leaves_no_empty_shard_and_no_gap(tmp_path: 
         wt.convert_folder(tmp_path / "in", tmp_path / "out2", on_error="skip")
 
 
+def test_a_sample_that_is_replaced_by_one_of_its_size_is_bad(photos: Path, tmp_path: Path) -> None:
+    path = photos / "cat" / "003.jpg"
+
+    def replace() -> None:
+        path.write_bytes(path.read_bytes()[::-1])
+        os.utime(path, (1, 1))
+
+    with watched_calls("open", r"/cat/003\.jpg", replace):
+        wt.convert_folder(photos, tmp_path / "out", on_error="skip", num_workers=1)
+    assert [bad["reason"] for bad in skipped(tmp_path / "out")] == [
+        "it was changed since it was listed"
+    ]
+
+
 def test_a_sample_that_changes_while_it_is_packed_is_bad(photos: Path, tmp_path: Path) -> None:
     """The file grows between the listing, which records its size, and the copy."""
     path = photos / "cat" / "003.jpg"

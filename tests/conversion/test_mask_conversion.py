@@ -191,3 +191,56 @@ def test_classes_and_the_ignored_value_of_masks_are_stored_in_the_set(
     (label,) = json.loads(capsys.readouterr().out)["labels"]
     assert (label["kind"], label["field"], label["ignored"]) == ("mask", "mask.png", 2)
     assert label["classes"] == names.split(",")
+
+
+@pytest.fixture
+def scenes(tmp_path: Path) -> dict[str, Any]:
+    """Arguments of convert_folder for six images with masks of three classes."""
+    for folder, shape in (("images", (4, 4, 3)), ("masks", (4, 4))):
+        (tmp_path / folder).mkdir()
+        for number in range(6):
+            pixels = np.full(shape, number % 3, np.uint8)
+            (tmp_path / folder / f"{number}.png").write_bytes(encoded(pixels))
+    return {"source": tmp_path / "images", "masks": tmp_path / "masks", "flat": True}
+
+
+@pytest.mark.parametrize("changed", [{"mask_classes": ["a", "c", "b"]}, {"ignore": 2}])
+def test_other_names_of_masks_are_another_conversion(
+    tmp_path: Path, scenes: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    named = {"mask_classes": ["a", "b", "c"]}
+    wt.convert_folder(out=tmp_path / "out", **scenes, **named)
+    with pytest.raises(wt.UsageError, match=f"{min(changed)} was"):
+        wt.convert_folder(out=tmp_path / "out", **scenes, **{**named, **changed}, resume=True)
+
+
+def test_named_masks_lie_in_one_field(tmp_path: Path, scenes: dict[str, Any]) -> None:
+    (scenes["masks"] / "0.png").unlink()
+    (scenes["masks"] / "0.tif").write_bytes(encoded(np.zeros((4, 4), np.uint8), "TIFF"))
+    with pytest.raises(wt.SourceError, match="mask.png and mask.tif: a label lies in one field"):
+        wt.convert_folder(out=tmp_path / "out", **scenes, mask_classes=["a", "b", "c"])
+    assert len(wt.convert_folder(out=tmp_path / "out", **scenes)) == 6
+
+
+def test_a_set_with_masks_may_get_more_shards(tmp_path: Path, scenes: dict[str, Any]) -> None:
+    names = ["a", "b", "c"]
+    index = wt.convert_folder(out=tmp_path / "out", **scenes, mask_classes=names, ignore=2)
+    fields = {"png": encoded(np.zeros((4, 4, 3), np.uint8)), "mask.png": encoded(MASK[:4, :4])}
+    write_tar(tmp_path / "out" / "more.tar", [("new", fields)])
+    again = wt.index(tmp_path / "out")
+    assert (len(again), again.labels, again.columns) == (7, index.labels, ())
+
+
+@pytest.mark.parametrize("name", ["mask", "mask.png"])
+def test_a_label_field_of_masks_is_refused(
+    tmp_path: Path, scenes: dict[str, Any], name: str
+) -> None:
+    wt.convert_folder(out=tmp_path / "out", **scenes, mask_classes=["a", "b", "c"])
+    with pytest.raises(wt.UsageError, match=r"wt.mask\('mask.png'\)"):
+        wt.Loader(tmp_path / "out", {"label": wt.label(name)}, batch_size=2)
+
+
+def test_appended_masks_need_the_names_of_the_set(tmp_path: Path, scenes: dict[str, Any]) -> None:
+    wt.convert_folder(out=tmp_path / "out", **scenes, mask_classes=["a", "b", "c"])
+    with pytest.raises(wt.UsageError, match="missing in the new samples.*mask_classes="):
+        wt.convert_folder(out=tmp_path / "out", **scenes, append=True)

@@ -106,7 +106,10 @@ def test_samples_are_selected_evenly_over_all_or_the_named_classes(packed: Path)
         "cat",
     ]
     few = wt.peek(packed, 12, classes=["owl"])
-    assert few.title == f"{packed}: 10 of 60 samples, 12 of each of owl (seed 0)"
+    assert (
+        few.title
+        == f"{packed}: 10 of 60 samples, 12 of each of owl; there are fewer of owl (10) (seed 0)"
+    )
 
 
 def test_a_class_without_samples_has_no_line(packed: Path) -> None:
@@ -116,6 +119,7 @@ def test_a_class_without_samples_has_no_line(packed: Path) -> None:
     assert len(wt.peek(index, 8, order="classes")) == 8
     assert len(wt.peek(index, 8, classes=["yak", "owl"])) == 8
     assert len(wt.peek(index, 8, classes=["yak"])) == 0
+    assert "fewer of yak (0)" in wt.peek(index, 8, classes=["yak", "owl"]).title
 
 
 def test_samples_are_selected_by_key_in_the_requested_order(packed: Path) -> None:

@@ -121,6 +121,34 @@ def test_masks_whose_classes_the_set_declares_are_learned_alike(
     assert set(labels.split(", ")) <= {*names, "255"}
 
 
+OTHERS = [
+    {"mask_classes": ["background", "blue", "red"]},
+    {"mask_classes": ["background", "red", "blue"], "ignore": 7},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["numbering", "ignored"])
+def test_masks_that_sets_number_differently_are_not_mixed(
+    folders: Path, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """A pixel is a number, so no column joins the classes of two sets by name."""
+    source = {"source": folders / "images", "masks": folders / "masks", "flat": True}
+    wt.convert_folder(out=tmp_path / "a", **source, mask_classes=["background", "red", "blue"])
+    wt.convert_folder(out=tmp_path / "b", **source, **other)
+    options: dict[str, Any] = {"epochs": 1, "image_size": 16, "batch_size": 8}
+    joined = [tmp_path / "a", tmp_path / "b"]
+    assert not wt.open(joined).labels
+    for more in ({}, {"label": "mask.png", "classes": "background,red,blue"}):
+        with pytest.raises(wt.UsageError, match="differs between these sets: 0 background, 1 red"):
+            wt.train(joined, tmp_path / "run", **options, **more)
+    with pytest.raises(wt.UsageError, match="these shards declare 0 background, 1"):
+        wt.train(tmp_path / "a", tmp_path / "run", val=tmp_path / "b", **options)
+    assert not (tmp_path / "run").exists()
+    wt.train(tmp_path / "a", tmp_path / "run", **options)
+    with pytest.raises(wt.UsageError, match="these shards declare 0 background, 1"):
+        wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "b")
+
+
 def test_images_without_class_folders_need_flat_with_masks_too(
     folders: Path, tmp_path: Path
 ) -> None:

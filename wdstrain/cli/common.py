@@ -81,7 +81,7 @@ class Verb(NamedTuple):
 
 
 def add_verb(parent: Any, name: str, verb: Verb, text: str) -> None:
-    """Add a verb with its options, and the flags that all have. text: what it does."""
+    """Add a verb with its own options and the flags of all verbs. text: its help."""
     lines = wrap(
         f"example: wdstrain {verb.example}", 76, subsequent_indent=" " * 8, break_on_hyphens=False
     )

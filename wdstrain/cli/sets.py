@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -292,8 +292,11 @@ def _serve(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
 
     begun, status = time.monotonic(), 0
     server = Server(**vars(_ServeOptions(**given)))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C
-    with suppress(KeyboardInterrupt), server:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        stack.enter_context(suppress(KeyboardInterrupt))
+        stack.enter_context(server)
         print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
         if not server.is_local:
             print_message(

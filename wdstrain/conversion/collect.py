@@ -215,11 +215,13 @@ def _from_files(parts: Sequence[tuple[str, Any]]) -> list[Part]:
 def _file(path: str, size: int, mtime_ns: int) -> bytes:
     try:
         data = _read(path, 0, size, beyond=1)  # a file may have grown
-        now = len(data) if len(data) <= size else os.path.getsize(path)
+        now = os.stat(path)
     except OSError as error:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
     if len(data) != size:
-        raise SampleError(f"it had {size} bytes when it was listed and has {now} now")
+        raise SampleError(f"it had {size} bytes when it was listed and has {now.st_size} now")
+    if now.st_mtime_ns != mtime_ns:
+        raise SampleError("it was changed since it was listed")
     return data
 
 

@@ -136,10 +136,10 @@ class Source:
 
     samples: yields all samples, good and bad. labels: is called after the last of them.
     source: its provenance. total: number of samples; None: unknown. ignored: counts by reason, which
-    grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards must not be put into. stratum: name
-    of the column that the strata are from. has_files: all contents are bytes and paths, and keys
-    are final, so that samples are packed from where they are. stored: all good samples, if they are
-    kept already.
+    grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards
+    must not be put into. stratum: name of the column that the strata are from. has_files: all
+    contents are bytes and paths, and keys are final, so that samples are packed from where they are.
+    stored: all good samples, if they are kept already.
     """
 
     name: str

@@ -133,7 +133,8 @@ def decode_mask(
     """Return the class numbers of an encoded mask, upright by its EXIF orientation.
 
     Whole numbers [height, width]: the values of a grayscale image, or the palette positions of an
-    image with a palette. ignored: a number that becomes 255. Raises SampleError for a damaged image, for JPEGs, and for color images.
+    image with a palette. ignored: a number that becomes 255. Raises SampleError for a damaged
+    image, for JPEGs, and for color images.
     """
     with _loaded_picture(data) as image:
         if _changes_gray(image, data):

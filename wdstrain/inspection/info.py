@@ -304,7 +304,7 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
 def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
     known = () if index.columns else known_labels(index)
-    labels = [label for label in known if label.kind != "mask"]
+    labels = [label for label in known if label.has_column]
     try:
         return with_values(index, labels, None if exact else _LABELS)
     except WdstrainError as error:

@@ -213,9 +213,10 @@ def _held(sizes: Ints, step: Ints, due: Ints, steps: int) -> Ints:
 def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> dict[str, Any] | None:
     """Return the spread of codes over batches; None if there are none, or not two of them.
 
-    codes: of each sample. places: samples and their steps. words: where it is uneven. P is the probability that two samples of
-    a batch have one code, P0 that of two samples of the set. rho = (P - P0) / (1 - P0) is the
-    intraclass correlation, 1 + (batch size - 1) * rho the design effect (Kish).
+    codes: of each sample. places: samples and their steps. words: where it is uneven. P is the
+    probability that two samples of a batch have one code, P0 that of two samples of the set.
+    rho = (P - P0) / (1 - P0) is the intraclass correlation, 1 + (batch size - 1) * rho the design
+    effect (Kish).
     """
     if codes is None:
         return None

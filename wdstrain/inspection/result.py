@@ -22,7 +22,7 @@ class Size(int):
 class Result:
     """Base of dataclasses that print as names and values, and are JSON-able.
 
-    findings: what is wrong; a verb prints them, and ends with status 1. notes: about other things.
+    findings: what is wrong. A verb prints them and ends with status 1. notes: sentences on the rest.
     """
 
     findings: Sequence[object] = ()

@@ -61,7 +61,7 @@ class ShardCheck:
 
     found: its samples, or the intact ones for `repair`; no shard if it could not be read to its
     end. hashes: of the contents and of the images (0: none) of each sample, valid within this
-    process. counts: by what is counted, and of which name.
+    process. counts: of members and values, by (what they are, name).
     """
 
     findings: list[Finding]

@@ -140,10 +140,12 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     if not len(index):
         raise UsageError("these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
+    total = len(index)
     if by_class:
         labels = [label for label in labels if label.kind not in ("number", "mask")]
         index = with_values(index, labels[:1], _MAX_LABELS)
         lines, how = _by_class(index, options, labels)
+        how += f", found among {len(index)} of them" if len(index) < total else ""
     elif options.keys:
         lines, how = [_by_key(index, options.keys)], "by key"
     elif options.order == "random":
@@ -152,7 +154,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     else:
         lines, how = [np.arange(min(options.n, len(index)))], "the first"
     views = [[_view(index, labels, number) for number in ids.tolist()] for ids in lines]
-    amount = f"{sum(map(len, lines))} of {counted(len(index), 'sample')}"
+    amount = f"{sum(map(len, lines))} of {counted(total, 'sample')}"
     if first is not None:
         amount = f"{counted(len(index), 'sample')} of a number that is unknown without an index"
     return Peek(views, f"{_place_of(index)}: {amount}, {how}")
@@ -249,6 +251,10 @@ def _by_class(
         taken = Counter(name for *_, name in sorted(turns)[:n])
         chosen = {name: ids[: taken[name]] for name, ids in chosen.items() if taken[name]}
     lines = [np.sort(ids) for ids in chosen.values()]
+    least = n if wanted.classes else 1
+    counts = {name: len(ids_of.get(name, ())) for name in wanted.classes or known}
+    few = [f"{name} ({count})" for name, count in counts.items() if count < least]
+    how += f"; there are fewer of {_listed(few)}" if few else ""
     if all(len(ids) == 1 for ids in lines):  # they share a line of the sheet
         lines = [np.concatenate([np.zeros(0, np.int64), *lines])]
     return lines, f"{how} (seed {wanted.seed})"

@@ -56,7 +56,7 @@ class ShardsRead(Result):
     """Result of a verb that reads shards: how much it read, findings, and notes.
 
     findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`. notes:
-    sentences about what is no damage.
+    sentences that report no damage.
     """
 
     shards: int = 0

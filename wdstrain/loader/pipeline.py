@@ -273,10 +273,9 @@ class Pipeline:
 
         Runs in the watchdog's thread.
         """
+        stage = _stuck_stage(self._run, self._pending, self._index, self.workers.describe())
+        logger.warning("no batch for %.0f s; stderr has the stacks. %s", seconds, stage)
         faulthandler.dump_traceback(2)  # not sys.stderr: a notebook's has no descriptor
-        words = self.workers.describe()
-        stage = _stuck_stage(self._run, self._pending, self._index, words)
-        logger.warning("no batch for %.0f s. %s. stderr has the stacks.", seconds, stage)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What the runs of one rank share: the memory of samples, options and counts; blocks of the memory.
 
 The memory is sized for the worst case. The system provides a page when it is first written, and
-blocks are taken from the front, so the resident memory stays near what is held.
+blocks are taken from the front. So the resident memory stays near the size of the blocks in use.
 """
 
 from __future__ import annotations

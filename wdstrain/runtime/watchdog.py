@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from wdstrain.errors import logger
+
 _CHECKS = 4  # checks of the watchdog in `patience` seconds
 _SHORTEST_CHECK = 0.01  # least seconds between checks
 
@@ -62,7 +64,12 @@ class StallWatchdog:
             wait_start = self._wait_start
             if wait_start != reported_wait:
                 reported_wait, due = wait_start, self._patience
-            if wait_start is not None and time.monotonic() - wait_start >= due:
+            seconds = 0.0 if wait_start is None else time.monotonic() - wait_start
+            if wait_start is not None and seconds >= due:
                 due *= 2
-                with suppress(Exception):  # what the report reads may be gone by now
-                    report(time.monotonic() - wait_start)
+                try:
+                    report(seconds)
+                except Exception:  # what the report reads may be gone by now
+                    logger.warning(
+                        "no batch for %.0f s. Its stage is not known.", seconds, exc_info=True
+                    )

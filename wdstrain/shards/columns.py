@@ -250,7 +250,7 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
 
 def typed(columns: Iterable[Column], labels: Iterable[ColumnInfo]) -> tuple[Column, ...]:
     """Return columns with the meaning of the labels that are stored at the same places."""
-    by_place = {label.place: label for label in labels}
+    by_place = {label.place: label for label in labels if label.has_column}
     return tuple(as_label(c, by_place[c.place]) if c.place in by_place else c for c in columns)
 
 

@@ -113,7 +113,8 @@ def _with_former(index: Index, document: Index, index_path: str) -> Index:
     document: the former index without its samples.
     """
     splits, labels = {shard.name: shard.split for shard in document.shards}, document.labels
-    places = dict.fromkeys(info.place for info in (*document.columns, *labels))
+    infos = (*document.columns, *(label for label in labels if label.has_column))
+    places = dict.fromkeys(info.place for info in infos)
     former, parts, new = replace(document, shards=()), list[Index](), list[str]()
     with suppress(ShardError):
         former = load(index_path)
@@ -131,7 +132,7 @@ def _with_former(index: Index, document: Index, index_path: str) -> Index:
     if "samples" in merged.info:
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
-        if label.is_class and label.entry is None:
+        if (label.is_class or label.kind == "mask") and label.entry is None:
             logger.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + ", ..." * (len(new) > 5),

@@ -74,10 +74,9 @@ class Index:
     """A set of shards in order. Sample ids count through them from 0.
 
     offsets: the rows of the samples, with their columns. labels: the labels of all shards. info:
-    how the set was made (JSON values).
-    differing: labels that joined indexes have and do not have alike, with the numbering of each. A
-    class number in a shard of theirs may mean another class than in `labels`, which are the ones
-    whose classes could be joined by name; columns hold the joined classes.
+    how the set was made (JSON values). differing: labels that joined indexes have and do not have
+    alike, with the numbering of each. A class number in a shard of theirs may mean another class
+    than in `labels`, which could be joined by the names of classes; columns hold these classes.
     is_selection: samples of its shards may be left out.
     versions: by path, the ETag that the server gave when a shard was first read, for the shards
     that `needs_headers` names.
@@ -110,8 +109,11 @@ class Index:
         return replace(self, offsets=Offsets.of_arrays(self.fields, arrays, columns))
 
     def __repr__(self) -> str:
-        labels = [label.name for label in self.labels]
-        names = {"splits": self.splits, "fields": self.fields, "labels": labels}
+        names = {
+            "splits": self.splits,
+            "fields": self.fields,
+            "labels": [c.name for c in self.labels],
+        }
         shown = [f"{title} {', '.join(words)}" for title, words in names.items() if any(words)]
         counts = f"{counted(len(self), 'sample')}, {counted(len(self.shards), 'shard')}"
         return printable(f"Index({'; '.join([f'{counts}, {self.megabytes:.1f} MB', *shown])})")

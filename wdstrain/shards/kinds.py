@@ -33,6 +33,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from wdstrain.errors import SampleError
+from wdstrain.report.printing import counted
 
 Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
 
@@ -96,6 +97,11 @@ class ColumnInfo:
         return KINDS[self.kind].read
 
     @property
+    def has_column(self) -> bool:
+        """Whether a column can hold its values."""
+        return KINDS[self.kind].arrow is not None
+
+    @property
     def task(self) -> str:
         """The kind of what a model learns: "class" also for true and false."""
         return "class" if self.is_class else self.kind
@@ -112,8 +118,11 @@ class ColumnInfo:
             return KINDS[self.kind].described
         names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
         some_of = {"multi": "any of ", "mask": "masks of "}.get(self.kind, "")
-        names += f"; {self.ignored} is ignored" if self.ignored is not None else ""
-        return f"{some_of}{len(self.classes)} class{'es' * (len(self.classes) != 1)}: {names}"
+        return f"{some_of}{counted(len(self.classes), 'class')}: {names}{self._ignored_text}"
+
+    @property
+    def _ignored_text(self) -> str:
+        return "" if self.ignored is None else f"; {self.ignored} is ignored"
 
     @property
     def numbering(self) -> str:
@@ -123,7 +132,19 @@ class ColumnInfo:
         if not self.has_names:
             return f"{len(self.classes)} classes without names"
         shown = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
-        return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
+        more = f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else ""
+        return f"{shown}{more}{self._ignored_text}"
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What must be equal in several sets for their labels to become one.
+
+        Classes are joined by name, if they have names. Pixels of masks are numbers that no column
+        joins, so all must be equal.
+        """
+        if self.kind == "mask":
+            return self.kind, self.classes, self.ignored
+        return self.kind, self.kind == "class" and self.has_names
 
     @property
     def row(self) -> dict[str, Any]:
@@ -327,7 +348,8 @@ def joined_labels(
     joined, differing = list[ColumnInfo](), dict[ColumnInfo, str]()
     for place in dict.fromkeys(place for own in by_set for place in own):
         present = [own[place] for own in by_set if place in own]
-        if len(present) < len(sets) or len({(one.kind, one.classes) for one in present}) > 1:
+        stated = {(one.meaning, one.classes) for one in present}
+        if len(present) < len(sets) or len(stated) > 1:
             first = next((one for one in present if one.is_class), present[0])
             numberings = dict[str, str]()
             for own, (shown, _) in zip(by_set, sets, strict=True):
@@ -337,8 +359,7 @@ def joined_labels(
             differing[first] = f"{problem}: {'; '.join(numberings.values())}"
         # Class numbers without names must not be joined: 0 may be another class in another set.
         # Multi-labels store names, so they can always be joined.
-        meanings = {(one.kind, one.kind == "class" and one.has_names) for one in present}
-        if len(present) == len(sets) and len(meanings) == 1:
+        if len(present) == len(sets) and len({one.meaning for one in present}) == 1:
             classes = dict.fromkeys(name for label in present for name in label.classes)
             joined.append(replace(present[0], classes=tuple(classes)))
     return tuple(joined), differing

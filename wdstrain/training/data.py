@@ -134,12 +134,31 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
                 {"label": label, "classes": "background,cat,dog"},
             )
         )
-        index = with_mask(index, field, classes or ())
+        ignored = declared[0].ignored if declared else None
+        index = _with_masks(index, field, classes or (), ignored)
     elif label is not None and not index.labels and not index.differing:
         index = with_label(index, label, classes)
     else:
         return index if classes is None else _with_some_classes(index, label, classes), label
     return index, index.labels[0].name
+
+
+def _with_masks(index: Index, field: str, classes: Sequence[str], ignored: int | None) -> Index:
+    """Return the index with a label of masks.
+
+    Raises UsageError for shards that declare other classes: a number would be another class.
+    """
+    made = with_mask(index, field, classes, ignored)
+    declared = (own for own in (*index.labels, *index.differing) if own.place == (field, None))
+    other = next((own for own in declared if own.meaning != made.labels[0].meaning), None)
+    reason = index.disagreement(field, None) or (
+        f"these shards declare {other.numbering}, and {made.labels[0].numbering} would be learned"
+        if other is not None
+        else ""
+    )
+    hint = "Leave {classes} out, or declare them anew: wdstrain index SET --label " + field
+    refuse((reason, f"{reason}.", hint, {"classes": ...}))
+    return made
 
 
 def _with_some_classes(index: Index, name: str | None, classes: Sequence[str]) -> Index:
@@ -183,7 +202,7 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     targets = [head.target for head in task.heads if head.target.field in index.fields]
     for target in targets:
         if target.kind == "mask":
-            index = with_mask(index, target.field, target.classes, target.ignored)
+            index = _with_masks(index, target.field, target.classes, target.ignored)
         elif is_declared and config.classes is not None:
             index = _with_some_classes(index, target.name, target.classes)
         elif not is_declared:

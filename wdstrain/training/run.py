@@ -86,10 +86,11 @@ class Run:
 
     setup: what it shares with evaluation. model: trained weights. average: their moving average, if
     there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
-    parameters that are not trained. fresh: names of those that the weights lack. steps: batches of an epoch. updates: of the optimizer in an
-    epoch. state: position and history. sums: of the epoch so far. lr_scale: factor on the learning
-    rate of further steps, which callbacks set and checkpoints keep. stop_reason: why the run ends.
-    in_step: whether a part of a step is done. write_error: of the last checkpoint, if it could not be written.
+    parameters that are not trained. fresh: names of those that the weights lack. steps: batches of
+    an epoch. updates: of the optimizer in an epoch. state: position and history. sums: of the epoch
+    so far. lr_scale: factor on the learning rate of further steps, which callbacks set and
+    checkpoints keep. stop_reason: why the run ends. in_step: whether a part of a step is done.
+    write_error: of the last checkpoint, if it could not be written.
     """
 
     def __init__(
@@ -450,7 +451,7 @@ class Checkpoints:
         """Give a file another name in the folder, which replaces an earlier file of that name."""
         path = os.path.join(self._folder, name)
         with put_whole(os.path.join(self._folder, other), _INTACT) as file:
-            os.unlink(file.name)
+            os.unlink(file.name)  # a link needs the name, not the empty file
             try:
                 os.link(path, file.name)
             except OSError:  # a file system without links

@@ -36,8 +36,9 @@ def list_folder(
     flat: all images below it, without classes. masks: folder of their masks, see `_with_masks`;
     images without a mask are left out and counted. mask_classes, ignore: names of the classes in
     the masks, and the number that is none. fixed: names of the classes in the order of their
-    numbers (default: the sorted class folders). Raises UsageError for a folder that is missing, and for a class folder that is not in `fixed`;
-    SourceError for one without images or class folders.
+    numbers (default: the sorted class folders). Raises UsageError for a folder that is missing, and
+    for a class folder that is not in `fixed`; SourceError for one without images or class folders,
+    and for masks of several formats whose classes are named.
     """
     check_there(source, kind="folder")
     if fixed and flat:
@@ -66,9 +67,16 @@ def list_folder(
         items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
     labels = [ColumnInfo("label", "class", "cls", classes=tuple(numbers))] if classes else []
     if mask_classes:
-        labels.append(mask_label(items[0].parts[-1][0], mask_classes, ignore))
+        fields = sorted({item.parts[-1][0] for item in items})
+        if len(fields) > 1:
+            raise SourceError(
+                f"{masks} holds {' and '.join(fields)}: a label lies in one field.",
+                "Store all masks in one format.",
+            )
+        labels.append(mask_label(fields[0], mask_classes, ignore))
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     about |= {} if masks is None else {"masks": True}
+    about |= {"mask_classes": list(mask_classes), "ignore": ignore} if mask_classes else {}
     moved = (n for place, n in enumerate(numbers) if n.isdecimal() and int(n) != place)
     if name := next(moved, ""):
         number = int(numbers[name])
