@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -104,8 +105,12 @@ def test_columns_of_a_table_without_a_header_are_numbers(
     words = ["convert", "table", str(folder / "driving_log.csv"), str(out)]
     words += ["--image", "0", "--label", "3"]
     assert main(words) == 1
-    words += ["--no-header", "--root", str(folder), "--limit", "300"]
-    assert main([*words, "--max-shard-samples", "100"]) == 0
+    words += ["--no-header", "--limit", "300", "--max-shard-samples", "100"]
+    assert main([*words, "--root", str(folder)]) == 1  # as docs/convert.md says
+    text = (folder / "driving_log.csv").read_text()
+    words[2] = str(tmp_path / "log.csv")
+    Path(words[2]).write_text(re.sub(r"D:[^,]*\\data\\IMG", "IMG", text))
+    assert main([*words, "--root", str(folder)]) == 0
     packed = read_samples(out)
     assert len(packed) == 300
     key, fields = next(iter(packed.items()))
