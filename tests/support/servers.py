@@ -23,6 +23,7 @@ import pytest
 EXPIRED = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
 
 Fault = Callable[["Handler", Path, int, int], bool]
+ALWAYS = 10_000  # requests of a test, at most
 
 
 @dataclass
@@ -213,6 +214,11 @@ def status(code: int, body: bytes = b"busy", **headers: str) -> Fault:
         return True
 
     return fault
+
+
+def until(moment: float, fault: Fault) -> Fault:
+    """Respond with a fault until a moment of the monotonic clock."""
+    return lambda *response: time.monotonic() < moment and fault(*response)
 
 
 def stall(after: int, released: threading.Event) -> Fault:

@@ -64,7 +64,9 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path, options: dict[str, Any
 def test_a_process_without_a_gpu_of_its_own_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wt.convert_folder(write_class_folder(tmp_path / "photos", {"cat": 6, "dog": 6}), tmp_path / "shards")
+    wt.convert_folder(
+        write_class_folder(tmp_path / "photos", {"cat": 6, "dog": 6}), tmp_path / "shards"
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(wt.UsageError, match="local rank 99.*start one process per GPU"):
