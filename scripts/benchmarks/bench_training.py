@@ -34,8 +34,9 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 import wdstrain as wt
+from wdstrain.augment.gpu import IMAGENET
 from wdstrain.training.config import Config
-from wdstrain.training.inputs import Normalization, normalize
+from wdstrain.training.inputs import normalize
 from wdstrain.training.models import build, make_optimizer, rate_factor
 
 
@@ -134,7 +135,7 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
         for pixels, target in loader:
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * rate(step) * group["lr_scale"]
-            outputs = model(normalize(pixels, Normalization()))
+            outputs = model(normalize(pixels, IMAGENET))
             if case.classes:
                 loss = nn.functional.cross_entropy(
                     outputs, target, label_smoothing=config.label_smoothing
@@ -150,7 +151,7 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     total = 0.0
     with torch.inference_mode():
         for pixels, target in val_loader:
-            outputs = model(normalize(pixels, Normalization()))
+            outputs = model(normalize(pixels, IMAGENET))
             right = (
                 (outputs.argmax(1) == target)
                 if case.classes

@@ -11,12 +11,12 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.augment.gpu import DRAWS
+from wdstrain.augment.gpu import DRAWS, IMAGENET
 from wdstrain.decode.batches import PageLock
 from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training.heads import ClassHead
-from wdstrain.training.inputs import Normalization, normalize
+from wdstrain.training.inputs import normalize
 from wdstrain.training.tasks import Task
 from wdstrain.training.validation import EpochSums
 
@@ -170,17 +170,17 @@ def test_loss_and_metrics_of_a_step_do_not_synchronize_with_the_device() -> None
     outputs, target = torch.randn(8, 3, device="cuda"), torch.arange(8, device="cuda") % 3
     on_device, images = (
         pixels.cuda(),
-        normalize(pixels.cuda(), Normalization()),
+        normalize(pixels.cuda(), IMAGENET),
     )  # the first call copies constants to the device
     sums = EpochSums(task, torch.device("cuda"))
     try:
         torch.cuda.set_sync_debug_mode("error")
-        images = normalize(on_device, Normalization())
+        images = normalize(on_device, IMAGENET)
         losses = task.losses(outputs, [target])
         sums.add(outputs, [target], losses)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.allclose(images.cpu(), normalize(pixels, Normalization()), atol=1e-5)
+    assert torch.allclose(images.cpu(), normalize(pixels, IMAGENET), atol=1e-5)
     actual = sums.read()
     assert actual["loss"] == pytest.approx(float(losses.double().sum()))
     assert actual["samples"] == 8

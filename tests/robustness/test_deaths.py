@@ -32,7 +32,7 @@ from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
-from wdstrain.training.run import BEST, LAST, Checkpoints
+from wdstrain.training.run import BEST, LAST, write_checkpoint
 from wdstrain.training.weights import FORMAT, read_checkpoint
 
 # --- the fault injection script ---
@@ -339,14 +339,14 @@ def state(step: int) -> dict[str, Any]:
 
 def test_the_best_checkpoint_gets_its_name_before_the_last(tmp_path: Path) -> None:
     """A run resumes from the last checkpoint, so an unnamed best checkpoint would be lost."""
-    checkpoints = Checkpoints(str(tmp_path), 2)
-    checkpoints.save(state(1), 1, best=True)
+    folder, options = str(tmp_path), {"keep": 2, "best": True}
+    write_checkpoint(folder, state(1), 1, **options)
     for name in ("step-00000002.pt", LAST):
         with ended_at("replace", f"/{name}"):
-            checkpoints.save(state(2), 2, best=True)
+            write_checkpoint(folder, state(2), 2, **options)
         assert read_checkpoint(str(tmp_path / BEST))["model"]["w"][0] == 2
         assert read_checkpoint(str(tmp_path / LAST))["model"]["w"][0] == 1
-    checkpoints.save(state(2), 2, best=True)
+    write_checkpoint(folder, state(2), 2, **options)
     assert all(read_checkpoint(str(tmp_path / name))["model"]["w"][0] == 2 for name in (BEST, LAST))
 
 
@@ -370,7 +370,7 @@ def test_without_links_a_copy_is_flushed_before_it_is_renamed(
     monkeypatch.setattr(os, "link", no_link)
     monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(os, "replace", rename)
-    Checkpoints(str(tmp_path), 2).save(state(1), 1, best=True)
+    write_checkpoint(str(tmp_path), state(1), 1, keep=2, best=True)
     assert sorted(os.listdir(tmp_path)) == [BEST, LAST, "step-00000001.pt"]
 
 
@@ -382,34 +382,34 @@ def test_a_killed_worker_is_not_reported_as_a_full_disk(
 
     monkeypatch.setattr(torch, "save", dies)
     with pytest.raises(WdstrainError, match="a worker process of the loader died") as raised:
-        Checkpoints(str(tmp_path), 2).save(state(1), 1)
+        write_checkpoint(str(tmp_path), state(1), 1, keep=2)
     assert not isinstance(raised.value, StorageError)
 
 
 def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
     """A power cut may leave such bytes at the end of an appended file."""
     from wdstrain.training.config import read_lines
-    from wdstrain.training.run_log import STEPS, RunDir
+    from wdstrain.training.run_log import STEPS, append_line
 
-    run = RunDir(str(tmp_path / "run"), "", ExitStack(), overwrite=False, resume=False)
-    run.log(STEPS, {"step": 1})
-    with open(run.path(STEPS), "ab") as file:
+    path = str(tmp_path / STEPS)
+    append_line(path, {"step": 1})
+    with open(path, "ab") as file:
         file.write(b"\xff\xfe\x00\x00\x80 noise")
-    assert read_lines(run.path(STEPS)) == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
 
 
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run_log import RunDir
+    from wdstrain.training.run_log import open_folder
 
     with monkeypatch.context() as patch, ended_at("replace", ".*"), ExitStack() as stack:
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up
-        RunDir(str(tmp_path / "run"), "", stack, overwrite=False, resume=False)
+        open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=False)
     assert [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
     for resume in (False, True):
         with ExitStack() as stack:
-            RunDir(str(tmp_path / "run"), "", stack, overwrite=False, resume=resume)
+            open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=resume)
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 

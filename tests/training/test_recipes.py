@@ -20,6 +20,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
 import wdstrain as wt
+from wdstrain.augment.gpu import IMAGENET
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
@@ -27,7 +28,6 @@ from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
-from wdstrain.training.inputs import Normalization
 from wdstrain.training.models import (
     build,
     last_layer,
@@ -485,7 +485,7 @@ def test_weights_by_name_come_from_the_cache_of_torch_hub(
     model = build("squeezenet1_1", 5, 64)
     fresh, normalization = load(model, "squeezenet1_1", "DEFAULT")
     assert fresh == ("classifier.1.weight", "classifier.1.bias")
-    assert normalization == Normalization()
+    assert normalization == IMAGENET
     torch.testing.assert_close(
         model.state_dict()["features.0.weight"], trained.state_dict()["features.0.weight"]
     )

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import Shown, Verb, calling, result
 from wdstrain.report.terminal import print_message
@@ -24,6 +24,9 @@ from wdstrain.training.config import (
     refuse,
 )
 from wdstrain.training.options import GROUPS
+
+if TYPE_CHECKING:
+    from wdstrain.training.train import TrainResult
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,55 @@ class _DemoOptions:
 def _train(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     flags = {name: given.pop(name) for name in OPTIONS if name in given}
     run = _Run(**given)
-    parts: dict[str, dict[str, str]] = {run.out: {}}
-    if (count := run.folds) is not None:
-        refuse(
-            (
-                count < 2 or flags.get("fold") is not None,
-                "{folds}: must be 2 or more, without {fold}.",
-                "",
-                {"folds": count, "fold": ...},
-            )
+    folders = _folders(run, flags)
+    options, shards = _options(run, flags, next(iter(folders)))
+    from wdstrain.training.distributed import DistributedContext, Stopped
+    from wdstrain.training.train import train
+
+    shared = {**options, **shards, "resume": run.resume, "overwrite": run.overwrite}
+    try:
+        for out, fold in folders.items():
+            done = train(out=out, **{**shared, **fold})
+    except Stopped as stopped:
+        print_message(
+            f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.verb.interrupted}"
         )
-        folds = range(1, count + 1)
-        parts = {os.path.join(run.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in folds}
-    saved = os.path.join(next(iter(parts)), CONFIG)
-    is_there = os.path.exists(saved)
-    before, data = read_config(saved) if run.resume and is_there else ({}, {})
+        return stopped.status
+    if DistributedContext().leads:
+        result(arguments, *(_trained(done) if run.folds is None else _of_folds(list(folders))))
+    return 0
+
+
+def _folders(run: _Run, flags: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the folder of each run, with its fold if there are several."""
+    count = run.folds
+    if count is None:
+        return {run.out: {}}
+    refuse(
+        (
+            count < 2 or flags.get("fold") is not None,
+            "{folds}: must be 2 or more, without {fold}.",
+            "",
+            {"folds": count, "fold": ...},
+        )
+    )
+    return {
+        os.path.join(run.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in range(1, count + 1)
+    }
+
+
+def _options(
+    run: _Run, flags: dict[str, Any], folder: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (options, addresses of shards) of the folder to resume, of the file, and of the flags.
+
+    The later ones win. Raises UsageError for wrong options, and if there are no shards.
+    """
+    saved = os.path.join(folder, CONFIG)
+    before, data = read_config(saved) if run.resume and os.path.exists(saved) else ({}, {})
     more, more_data = read_config(run.config) if run.config else ({}, {})
-    named = {**more, **flags}
+    named, data = {**more, **flags}, {**data, **more_data}
+    urls = run.urls or data.get("train")
     refuse(
         *(  # a run's folder may be somebody else's
             (
@@ -113,46 +148,23 @@ def _train(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
                 {name: before.get(name)},
             )
             for name in ("model", "optimizer")
-        )
-    )
-    options, data = {**before, **named}, {**data, **more_data}
-    addresses: Any = run.urls or data.get("train")
-    refuse(
+        ),
         (
-            not addresses,
+            not urls,
             f"no shards to train on, and {run.out} holds no run to continue.",
             "Give their address first, as --val takes each word up to the next option, or a "
             "--config file whose table [data] has train.",
-        )
+        ),
     )
     val = run.val or (None if run.urls else data.get("val"))
-    Config.of(options)  # before torch is imported, which takes seconds
-    from wdstrain.training.distributed import DistributedContext, Stopped
-    from wdstrain.training.report import metric_rows, metric_text
-    from wdstrain.training.train import train
+    Config.of({**before, **named})  # before torch is imported, which takes seconds
+    return {**before, **named}, {"urls": urls, "val": val}
 
-    try:
-        for out, fold in parts.items():
-            done = train(
-                addresses,
-                out,
-                val=val,
-                resume=run.resume,
-                overwrite=run.overwrite,
-                **{**options, **fold},
-            )
-    except Stopped as stopped:
-        print_message(
-            f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.verb.interrupted}"
-        )
-        return stopped.status
-    if not DistributedContext().leads:
-        return 0
-    if count is not None:
-        _print_folds(arguments, list(parts))
-        return 0
-    last = done.epochs[-1]
-    best = (done.best or {}).get(done.monitor)
+
+def _trained(done: TrainResult) -> Shown:
+    from wdstrain.training.report import metric_rows, metric_text
+
+    last, best = done.epochs[-1], (done.best or {}).get(done.monitor)
     rows = [
         ("epochs", str(len(done.epochs))),
         ("samples/s", f"{last['samples_per_second']:.0f}"),
@@ -164,25 +176,17 @@ def _train(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
     ]
-    report = {
-        "out": done.folder,
-        "epochs": done.epochs,
-        "best": done.best,
-        "monitor": done.monitor,
-        "stop_reason": done.stop_reason,
-    }
-    result(arguments, report, rows)
-    return 0
+    report = {n: getattr(done, n) for n in ("epochs", "best", "monitor", "stop_reason")}
+    return {"out": done.folder, **report}, rows, ""
 
 
-def _print_folds(arguments: argparse.Namespace, folders: list[str]) -> None:
+def _of_folds(folders: list[str]) -> Shown:
     from wdstrain.training.report import compare, spread, spread_lines
 
     rows = compare(folders)
     figures = spread(rows)
     _, columns, below = _compared(rows, 0)
-    text = "\n".join([below, *spread_lines(**figures)])
-    result(arguments, {"folds": rows, **figures}, columns, text)
+    return {"folds": rows, **figures}, columns, "\n".join([below, *spread_lines(**figures)])
 
 
 def _compared(rows: list[dict[str, Any]], seconds: float) -> Shown:
@@ -195,8 +199,7 @@ def _compared(rows: list[dict[str, Any]], seconds: float) -> Shown:
 
 def _selected(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with the index of the chosen samples of one split in place of `where`."""
-    condition = options.pop("where", None)
-    if condition is None:
+    if (condition := options.pop("where", None)) is None:
         return options
     from wdstrain.shards.resolve import open_shards
 
@@ -222,8 +225,8 @@ def _predict(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         given["urls"] = given["urls"][0]  # which may be a folder of images
     done = predict(**_selected(given))
     report = {"rows": done.rows, "bad": done.bad, "out": given["out"]}
-    titles = ("rows", "with errors", "table")
-    result(arguments, report, list(zip(titles, map(str, report.values()), strict=True)))
+    rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", given["out"])]
+    result(arguments, report, rows)
     return 1 if done.bad else 0
 
 

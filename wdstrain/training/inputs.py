@@ -25,15 +25,9 @@ from wdstrain.training.tasks import Task
 
 Fields = dict[str, Field]  # inputs by their names in a batch
 Triple = tuple[float, float, float]
+# Mean and standard deviation of red, green and blue, of values in 0 to 1.
+Normalization = tuple[Triple, Triple]
 _SOURCES = {"class": "label", "multi": "labels", "number": "number"}  # by kind of label
-
-
-@dataclass(frozen=True)
-class Normalization:
-    """Mean and standard deviation of red, green and blue, of values in 0 to 1."""
-
-    mean: Triple = IMAGENET[0]
-    std: Triple = IMAGENET[1]
 
 
 @dataclass(frozen=True)
@@ -122,20 +116,20 @@ class ModelInputs:
     """All inputs of a model, by name in a batch. normalization: of uint8[3, h, w]."""
 
     specs: Mapping[str, InputSpec]
-    normalization: Normalization = Normalization()
+    normalization: Normalization = IMAGENET
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ModelInputs:
         """Return the inputs that `state` returned as plain values."""
         specs = {name: InputSpec.from_state(spec) for name, spec in state["specs"].items()}
-        return cls(specs, Normalization(tuple(state["mean"]), tuple(state["std"])))
+        return cls(specs, (tuple(state["mean"]), tuple(state["std"])))
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
         return {
             "specs": {name: spec.state() for name, spec in self.specs.items()},
-            "mean": list(self.normalization.mean),
-            "std": list(self.normalization.std),
+            "mean": list(self.normalization[0]),
+            "std": list(self.normalization[1]),
         }
 
     @property
@@ -220,7 +214,7 @@ def constants_of(normalization: Normalization, device: torch.device) -> list[Ten
     They are copied there once: a copy of pageable memory makes the host wait for the device.
     """
     with torch.inference_mode(False):  # the first call may be part of a validation
-        values = torch.tensor([normalization.mean, normalization.std], device=device)
+        values = torch.tensor(normalization, device=device)
         return list(values.view(2, 3, 1, 1) * 255)
 
 
@@ -249,7 +243,7 @@ def batch_augmentation(
     jitter = config.color_jitter * 3 if len(config.color_jitter) == 1 else config.color_jitter
     brightness, contrast, saturation, hue = (*jitter, 0.0, 0.0, 0.0, 0.0)[:4]
     return Augmentation(
-        normalize=(inputs.normalization.mean, inputs.normalization.std),
+        normalize=inputs.normalization,
         brightness=brightness,
         contrast=contrast,
         saturation=saturation,

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from wdstrain.augment.gpu import IMAGENET
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.report.terminal import Reporter
@@ -38,7 +39,6 @@ from wdstrain.training.distributed import (
 )
 from wdstrain.training.inputs import (
     ModelInputs,
-    Normalization,
     batch_augmentation,
     specs_of,
     with_targets,
@@ -153,7 +153,7 @@ class Run:
         self.setup = Setup(
             task=task,
             config=config,
-            inputs=ModelInputs(specs_of(val_fields), normalization or Normalization()),
+            inputs=ModelInputs(specs_of(val_fields), normalization or IMAGENET),
             device=device,
             distributed=distributed,
             reporter=reporter,
@@ -162,7 +162,6 @@ class Run:
             metrics=arguments.metrics or {},
         )
         self.monitor = Monitor(config, task.main_metric, self.setup.metrics)
-        self.checkpoints: Checkpoints | None = None  # where this process writes
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
         has_outputs = arguments.training_step is None
@@ -311,11 +310,11 @@ class Run:
         sums, state = self.sums.read(self.setup.distributed), self.state
         self.check_finite(sums)
         checkpoint = state_dict(self, sums)  # with FSDP all processes share its tensors
-        if self.checkpoints is None:
+        if not self.is_leader:
             return
+        folder, step = os.path.join(self.folder, CHECKPOINTS), state.epoch * self.steps + state.step
         try:
-            step = state.epoch * self.steps + state.step
-            path = self.checkpoints.save(checkpoint, step, best=best)
+            path = write_checkpoint(folder, checkpoint, step, keep=self.config.keep, best=best)
         except StorageError as error:
             self.write_error = error
             self.setup.reporter.line(f"{error} Training goes on.")
@@ -419,43 +418,39 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
 # at most a hidden file, which the next run removes. Checkpoints hold plain values and tensors only.
 
 
-class Checkpoints:
-    """Checkpoints of one run in their folder. keep: latest checkpoints to keep, beside the best."""
+def write_checkpoint(
+    folder: str, state: Mapping[str, Any], step: int, *, keep: int, best: bool = False
+) -> str:
+    """Write a checkpoint of this step of a run, and return its path.
 
-    def __init__(self, folder: str, keep: int) -> None:
-        self._folder, self._keep = folder, keep
-        with disk_errors(folder, "Choose another folder."):
-            for path in Path(folder).glob(".*.tmp"):  # a kill left it
-                path.unlink()
+    keep: latest checkpoints that stay, beside the best. best: it is the best.
+    """
+    name = f"step-{step:08d}.pt"
+    path = os.path.join(folder, name)
+    # best.pt first: a run resumed from this step does not write it again
+    first, *others = (BEST, name, LAST) if best else (name, LAST)
+    with put_whole(os.path.join(folder, first), _INTACT) as file:
+        try:
+            with WorkerDeathsAsErrors():
+                torch.save(dict(state), file.name)
+        except RuntimeError as error:  # of torch on a full disk
+            raise OSError(errno.EIO, str(error).splitlines()[0]) from error
+    for other in others:
+        _link(os.path.join(folder, first), os.path.join(folder, other))
+    with disk_errors(path, _INTACT):
+        for old in set(names(folder)[:-keep]) - {name}:
+            os.unlink(os.path.join(folder, old))
+    return path
 
-    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> str:
-        """Write a checkpoint of this step of the run, and return its path. best: it is the best."""
-        name = f"step-{step:08d}.pt"
-        path = os.path.join(self._folder, name)
-        # best.pt first: a run resumed from this step does not write it again
-        first, *others = (BEST, name, LAST) if best else (name, LAST)
-        with put_whole(os.path.join(self._folder, first), _INTACT) as file:
-            try:
-                with WorkerDeathsAsErrors():
-                    torch.save(dict(state), file.name)
-            except RuntimeError as error:  # of torch on a full disk
-                raise OSError(errno.EIO, str(error).splitlines()[0]) from error
-        for other in others:
-            self._link(first, other)
-        with disk_errors(path, _INTACT):
-            for old in set(names(self._folder)[: -self._keep]) - {name}:
-                os.unlink(os.path.join(self._folder, old))
-        return path
 
-    def _link(self, name: str, other: str) -> None:
-        """Give a file another name in the folder, which replaces an earlier file of that name."""
-        path = os.path.join(self._folder, name)
-        with put_whole(os.path.join(self._folder, other), _INTACT) as file:
-            os.unlink(file.name)  # a link needs the name, not the empty file
-            try:
-                os.link(path, file.name)
-            except OSError:  # a file system without links
-                shutil.copyfile(path, file.name)
+def _link(path: str, other: str) -> None:
+    """Give a file another name, which replaces an earlier file of that name."""
+    with put_whole(other, _INTACT) as file:
+        os.unlink(file.name)  # a link needs the name, not the empty file
+        try:
+            os.link(path, file.name)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, file.name)
 
 
 def names(folder: str) -> list[str]:

@@ -29,7 +29,7 @@ from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.report import History, largest, metric_text, write_report
-from wdstrain.training.run import CHECKPOINTS, Checkpoints, Run
+from wdstrain.training.run import CHECKPOINTS, Run
 from wdstrain.training.tasks import Monitor, Task
 
 STEPS, REPORT, BOARD = "steps.jsonl", "report.html", "tensorboard"
@@ -74,51 +74,49 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
     check_folder_output(folder)
 
 
-class RunDir:
-    """The folder of a new run, or with `resume` of an earlier one."""
+def open_folder(
+    folder: str, config: str, stack: ExitStack, *, overwrite: bool, resume: bool
+) -> None:
+    """Make the folder of a new run, or with `resume` continue that of an earlier one.
 
-    def __init__(
-        self, folder: str, config: str, stack: ExitStack, *, overwrite: bool, resume: bool
-    ) -> None:
-        """config: text of config.toml. stack: unlocks the folder for other processes."""
-        self.folder = folder
-        check_out(folder, overwrite=overwrite, resume=resume)
-        with disk_errors(folder, "Choose another folder."):
-            os.makedirs(folder, exist_ok=True)
-            lock = lock_file(self.path(_LOCK))
-            refuse(
-                (
-                    lock is None,
-                    f"another process is training into {folder}.",
-                    "Wait for it, or choose another folder.",
-                )
+    config: text of config.toml. stack: unlocks the folder for other processes.
+    """
+    check_out(folder, overwrite=overwrite, resume=resume)
+    with disk_errors(folder, "Choose another folder."):
+        os.makedirs(folder, exist_ok=True)
+        lock = lock_file(os.path.join(folder, _LOCK))
+        refuse(
+            (
+                lock is None,
+                f"another process is training into {folder}.",
+                "Wait for it, or choose another folder.",
             )
-            stack.callback(unlock_file, lock)
-            for name in _RUN_FILES.intersection(os.listdir(folder)) if overwrite else ():
-                if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
-                    shutil.rmtree(self.path(name))
-                else:
-                    os.unlink(self.path(name))
-            for path in Path(folder).glob(".*.tmp"):  # a kill left it
-                path.unlink()
-            write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
-            os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
+        )
+        stack.callback(unlock_file, lock)
+        for path in (Path(folder, name) for name in _RUN_FILES if overwrite):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for path in Path(folder).rglob(".*.tmp"):  # a kill left it
+            path.unlink()
+        write_whole(os.path.join(folder, CONFIG), config.encode("utf-8", "replace"))
+        os.makedirs(os.path.join(folder, CHECKPOINTS), exist_ok=True)
 
-    def path(self, name: str) -> str:
-        return os.path.join(self.folder, name)
 
-    def log(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl or steps.jsonl."""
-        with open(self.path(name), "a", encoding="utf-8") as file:
-            file.write(strict_json(line) + "\n")
+def append_line(path: str, line: Mapping[str, Any]) -> None:
+    """Append a line to metrics.jsonl or steps.jsonl."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(strict_json(line) + "\n")
 
-    def rewind(self, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
-        """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
-        written = read_lines(self.path(STEPS))
-        steps = [line for line in written if (line["epoch"], line["step"]) <= position]
-        for name, lines in ((METRICS, history), (STEPS, steps)):
-            text = "".join(f"{strict_json(line)}\n" for line in lines)
-            write_whole(self.path(name), text.encode())
+
+def rewind(folder: str, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
+    """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
+    written = read_lines(os.path.join(folder, STEPS))
+    steps = [line for line in written if (line["epoch"], line["step"]) <= position]
+    for name, lines in ((METRICS, history), (STEPS, steps)):
+        text = "".join(f"{strict_json(line)}\n" for line in lines)
+        write_whole(os.path.join(folder, name), text.encode())
 
 
 def strict_json(value: Any) -> str:
@@ -126,8 +124,8 @@ def strict_json(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
-def open_folder(run: Run, stack: ExitStack) -> RunDir:
-    """Return the folder of a run, opened for this process. stack: closes it."""
+def _begin(run: Run, stack: ExitStack) -> None:
+    """Check the masks of a run, and open its folder at its position. stack: closes it."""
     arguments, head = run.arguments, run.task.heads[0]
     if isinstance(head, MaskHead):
         is_strict = run.config.on_error == "raise"
@@ -137,10 +135,9 @@ def open_folder(run: Run, stack: ExitStack) -> RunDir:
             count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None
     text = run.config.toml({"train": addresses(arguments.urls), "val": val})
-    folder = RunDir(run.folder, text, stack, overwrite=arguments.overwrite, resume=arguments.resume)
-    folder.rewind(run.state.history, (run.state.epoch, run.state.step))
-    run.checkpoints = Checkpoints(folder.path(CHECKPOINTS), run.config.keep)
-    return folder
+    overwrite, resume = arguments.overwrite, arguments.resume
+    open_folder(run.folder, text, stack, overwrite=overwrite, resume=resume)
+    rewind(run.folder, run.state.history, (run.state.epoch, run.state.step))
 
 
 # --- while it runs --------------------------------------------------------------------------------
@@ -160,7 +157,8 @@ class RunLog:
         stack: closes the folder.
         """
         self._run, state = run, run.state
-        self._dir: Any = open_folder(run, stack) if run.is_leader else None
+        if run.is_leader:
+            _begin(run, stack)
         self._board: Any = None  # opened with the first event, and again after a failure
         self._next = state.epoch * run.steps + state.step + 1  # step of the next event
         stack.callback(self._close_board)
@@ -195,12 +193,14 @@ class RunLog:
         rate = new["samples"] * run.setup.distributed.size / whole
         self._at, self._sums = now, sums
         self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f}/s"
-        if self._dir is None:
+        if not run.is_leader:
             return
         values = {"loss": mean_loss(new), "lr": run.lr, "samples_per_second": rate}
         spent = {f"{name}_seconds": round(seconds, 6) for name, seconds in window.items()}
         with self._going_on():
-            self._dir.log(STEPS, {"epoch": state.epoch, "step": state.step} | values | spent)
+            append_line(
+                self._path(STEPS), {"epoch": state.epoch, "step": state.step} | values | spent
+            )
         events = {f"step/{name}": value for name, value in values.items()}
         events |= {f"time/{name}": window[name] / whole for name in STAGES}
         self._add_events(events, state.epoch * run.steps + state.step)
@@ -212,7 +212,7 @@ class RunLog:
         """
         metrics = self._run.state.history[-1]
         with self._going_on():
-            self._dir.log(METRICS, metrics)
+            append_line(self._path(METRICS), metrics)
         parts = {"train": metrics, **{n: metrics.get(n, {}) for n in ("val", "val_raw")}}
         values = {
             f"{part}/{name}": value
@@ -222,8 +222,8 @@ class RunLog:
         }
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps)
         with self._going_on():
-            steps = read_lines(self._dir.path(STEPS))
-            write_report(self._dir.path(REPORT), self._run, best, steps, details)
+            steps = read_lines(self._path(STEPS))
+            write_report(self._path(REPORT), self._run, best, steps, details)
 
     def _add_events(self, values: Mapping[str, float], step: int) -> None:
         board, self._board = self._board, None  # a failed one writes no more
@@ -231,11 +231,14 @@ class RunLog:
             if board is None:
                 from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-                board = SummaryWriter(self._dir.path(BOARD), purge_step=self._next)
+                board = SummaryWriter(self._path(BOARD), purge_step=self._next)
             for name, value in values.items():
                 board.add_scalar(name, value, step)
             board.flush()
             self._board, self._next = board, step + 1
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._run.folder, name)
 
     def _close_board(self) -> None:
         if self._board is not None:
@@ -250,7 +253,7 @@ class RunLog:
         except (OSError, StorageError) as error:
             cause = getattr(error, "strerror", None) or str(error).rstrip(".")
             self._run.setup.reporter.line(
-                f"{self._dir.folder} cannot be written: {cause}. Training goes on."
+                f"{self._run.folder} cannot be written: {cause}. Training goes on."
             )
 
 

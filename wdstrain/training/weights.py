@@ -81,7 +81,7 @@ def load(
         )
     )
     config = cast(Any, model).pretrained_cfg
-    return (), Normalization(tuple(config["mean"]), tuple(config["std"]))
+    return (), (tuple(config["mean"]), tuple(config["std"]))
 
 
 def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded:
@@ -109,7 +109,7 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
     ):
         state = member.get_state_dict(progress=False, check_hash=True)
     transforms = member.transforms()
-    normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
+    normalization = tuple(transforms.mean), tuple(transforms.std)
     return _copy_weights(model, state, weights), normalization
 
 
@@ -377,8 +377,8 @@ def _description(loaded: LoadedCheckpoint, is_bare: bool) -> dict[str, object]:
     return {
         "model": loaded.config.model,
         "normalizes": not is_bare,  # uint8 by 255, RGB images by mean and std
-        "mean": loaded.inputs.normalization.mean,
-        "std": loaded.inputs.normalization.std,
+        "mean": loaded.inputs.normalization[0],
+        "std": loaded.inputs.normalization[1],
         "inputs": [
             {"name": name, "shape": [None, *spec.shape], "dtype": spec.dtype}
             for name, spec in loaded.inputs.specs.items()
