@@ -171,7 +171,7 @@ class Plan(Order):
         # Padding repeats the place that is delivered last.
         delivered = self.order(number, low, end if high == count else high)
         inside = np.flatnonzero((delivered >= start) & (delivered < stop))
-        inside = inside[np.argsort(delivered[inside], kind="stable")]
+        inside = inside[_stable_argsort(delivered[inside] - start)]
         places, positions = delivered[inside], inside + low
         step = np.minimum(positions // self.samples_per_step_per_lane, self.steps - 1)
         step[positions >= self.cuts(number, np.array([self.steps - 1]))] = self.steps - 1
@@ -265,19 +265,17 @@ class Plan(Order):
         """Position on the line of the first sample that is left out."""
         if not self.shuffle or not self.left_out:
             return self.kept
-        place = bits(np.zeros(1, np.int64), "hole", self.seed, self.epoch)
-        return int(place[0]) % (self.kept + 1)
+        return int(bits(np.zeros(1, np.int64), "hole", self.seed, self.epoch)[0]) % (self.kept + 1)
 
     def _delivered(self, lane: int, number: int) -> Ints:
         """Places that a lane delivers at the positions of block `number`."""
         delivered = self._blocks.get((lane, number))
         if delivered is None:
-            start = number * self.block
-            stop = min(start + self.block, self.lane_samples(lane))
-            delivered = _places_delivered(self, lane, start, stop)
-            own = [at for at in list(self._blocks) if at[0] == lane]  # threads may add others
-            for far in (at for at in own if abs(at[1] - number) > _KEPT_BLOCKS):
-                self._blocks.pop(far, None)
+            start, end = number * self.block, self.lane_samples(lane)
+            delivered = _places_delivered(self, lane, start, min(start + self.block, end))
+            for far in [at for at in list(self._blocks) if at[0] == lane]:  # threads may add others
+                if abs(far[1] - number) > _KEPT_BLOCKS:
+                    self._blocks.pop(far, None)
             self._blocks[lane, number] = delivered
         return delivered
 
@@ -315,10 +313,18 @@ def _places_delivered(plan: Plan, lane: int, start: int, stop: int) -> Ints:
     low = max(0, start - plan.window + 1)
     high = min(plan.lane_samples(lane), stop + plan.window - 1)
     places = np.arange(low, high)
-    first_step = places < plan.samples_per_step_per_lane
-    reach = np.where(first_step, max(1, plan.window // 10), plan.window)
+    short = max(1, plan.window // 10)
+    reach = np.where(places < plan.samples_per_step_per_lane, short, plan.window)
     keys = places + below(reach, places, "jitter", plan.seed, plan.epoch, lane)
-    return np.asarray(places[np.argsort(keys, kind="stable")[start - low : stop - low]])
+    return np.asarray(places[_stable_argsort(keys - low)[start - low : stop - low]])
+
+
+def _stable_argsort(keys: Ints) -> Ints:
+    """Return `np.argsort(keys, kind="stable")` of less than 2**31 keys in [0, 2**32).
+
+    NumPy sorts numbers 5 to 40 times as fast as it sorts their places in a stable way.
+    """
+    return np.asarray(np.sort((keys << 31) | np.arange(len(keys))) & (2**31 - 1))
 
 
 def _check_options(plan: Plan) -> None:
