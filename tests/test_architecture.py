@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3146,
+    "conversion": 3110,
     "training": 2936,
     "inspection": 1531,
     "loader": 1187,

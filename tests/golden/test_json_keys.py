@@ -54,7 +54,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(COUNT)
     ]
     labels = [wt.Label("angle", "number", "json", "angle")]
-    split: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}, "stratify": "label"}
+    split: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}, "stratify": "label", "seed": 1}
     wt.pack(samples, folder / "set", classes=["no", "yes"], labels=labels, **split)
     wt.pack(samples, folder / "bad", classes=["no", "yes"], labels=labels, shuffle=False)
     with open(folder / "bad" / "train-000000.tar", "r+b") as file:

@@ -601,16 +601,11 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "max((total[i] / shards[i], -i)",
             "min((total[i] / shards[i], -i)",
         ),
-        (
-            "largest-remainder",
-            "most = np.argsort(-remainder, axis=1",
-            "most = np.argsort(remainder, axis=1",
-        ),
         ("group-by-error", "int(np.argmin(change))", "int(np.argmax(change))"),
         (
-            "side-of-class",
-            "np.lexsort((catalog.side[order], strata))",
-            "np.lexsort((catalog.rank[order], strata))",
+            "by-class",
+            "np.lexsort((catalog.side[order], names[",
+            "np.lexsort((names[catalog.stratum[order]], names[",
         ),
     ],
     "conversion/listing.py": [

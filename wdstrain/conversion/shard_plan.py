@@ -5,26 +5,26 @@ plan depends on the catalog and the options alone, so any number of workers, on 
 the same bytes.
 
 By default another hash of its key decides the split of a sample, so it stays there when others are
-added. Samples with equal images share a split. With `stratify` the shares are exact within each
-class. With groups, whole groups are assigned so that the splits and their classes come near the
-shares.
+added. Samples with equal images share a split. With `stratify`, samples are dealt out class by class
+as `Index.split` does it: of all samples and of each class, a split has its share to less than one
+sample, and to less than two of a class if there are three splits or more. With groups, whole groups
+are assigned so that the splits and their classes come near the shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 
-from wdstrain.conversion.collect import Catalog, text_hash
+from wdstrain.conversion.collect import Catalog
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
-from wdstrain.order.rng import bits
 from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.offsets import Ints
+from wdstrain.shards.selection import dealt
 from wdstrain.shards.tar_headers import END
 
 
@@ -163,15 +163,11 @@ def draw_splits(catalog: Catalog, order: Ints, options: Options) -> Ints:
     if not options.stratify:
         at = catalog.side[order] / 2.0**64
         return np.asarray(np.searchsorted(np.cumsum(shares)[:-1], at, side="right"), np.int64)
-    strata = catalog.stratum[order]
-    counts = np.bincount(strata, minlength=len(catalog.strata))
-    # A hash of the name breaks ties, so that not always the first classes get one sample more.
-    names = np.array([text_hash(options.seed, name) for name in catalog.strata], np.uint64)
-    ties = np.argsort(bits(names, "rounding"), kind="stable")
-    taken = _rounded(counts, np.array(shares) / sum(shares), ties)
-    split = np.zeros(len(order), np.int64)
-    sides = np.lexsort((catalog.side[order], strata))  # by class, then by hash
-    split[sides] = np.repeat(np.tile(np.arange(len(shares)), len(counts)), taken.ravel())
+    # by class, in the order of their names, then by hash
+    names = np.unique(catalog.strata, return_inverse=True)[1]
+    sides = np.lexsort((catalog.side[order], names[catalog.stratum[order]]))
+    split = np.empty(len(order), np.int64)
+    split[sides] = dealt(len(order), [share / sum(shares) for share in shares])
     return split
 
 
@@ -202,46 +198,3 @@ def _assigned_groups(catalog: Catalog, order: Ints, shares: list[float]) -> Ints
         split[group] = int(np.argmin(change))
         has[split[group], classes] += amount
     return np.asarray(split[code], np.int64)
-
-
-def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints:
-    """Return the number of samples of each class in each split: int64[classes, splits].
-
-    Rows add up to `counts`. Each number, and the sum of each column, is its exact share, rounded up
-    or down. The largest remainders are rounded up. order: of classes with equal remainders.
-    """
-    exact = np.round(counts[:, None] * shares, 9)  # 0.1 * 30 is 3, not a little more
-    made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
-    up = np.zeros(exact.shape, bool)
-    most = np.argsort(-remainder, axis=1, kind="stable")
-    missing = (counts - made.sum(axis=1))[:, None]
-    np.put_along_axis(up, most, np.arange(len(shares)) < missing, axis=1)
-    sums = np.round(exact.sum(axis=0), 6)
-    low, high = np.floor(sums).astype(np.int64), np.ceil(sums).astype(np.int64)
-
-    def movable(a: int, b: int) -> Ints:
-        """Return the classes that can round up in split b instead of a, the best first."""
-        rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
-        best = np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")
-        return np.asarray(rows[best], np.int64)
-
-    while True:
-        columns = (made + up).sum(axis=0)
-        excess = columns - (high if (columns > high).any() else low)
-        if not (columns > high).any() and not (excess < 0).any():
-            return made + up
-        # From a split with too many samples to one with too few, perhaps through others: a path
-        # exists, because the exact shares are a solution.
-        paths = [[start] for start in np.flatnonzero(excess > 0).tolist()]
-        for path in paths:  # grows during the loop
-            if excess[path[-1]] < 0:
-                break
-            seen = {path[-1] for path in paths}
-            ways = [n for n in range(len(shares)) if n not in seen and len(movable(path[-1], n))]
-            paths += [[*path, way] for way in ways]
-        pairs = list(pairwise(path))
-        room = int(min(excess[path[0]], -excess[path[-1]]))
-        count = min(room, *(len(movable(*pair)) for pair in pairs))
-        for a, b in pairs:
-            rows = movable(a, b)[:count]
-            up[rows, a], up[rows, b] = False, True

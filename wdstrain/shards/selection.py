@@ -118,19 +118,22 @@ def _parts(
     if stratify is None:
         middle = np.cumsum(sizes[order]) - (sizes[order] + 1) / 2
         edges = np.round(np.cumsum(shares[:-1]) * n)
-        dealt: Ints = np.searchsorted(edges, middle, side="right").astype(np.int64)
+        chosen: Ints = np.searchsorted(edges, middle, side="right").astype(np.int64)
     else:
         strata = group_codes(index, stratify)
         strata = strata if by is None else _most_common(groups, strata)
         order = order[np.argsort(strata[order], kind="stable")]
-        dealt = _dealt(n, shares) if by is None else _dealt_groups(sizes[order], shares)
+        chosen = dealt(n, shares) if by is None else _dealt_groups(sizes[order], shares)
     part = np.empty(len(sizes), np.int64)
-    part[order] = dealt
+    part[order] = chosen
     return np.asarray(part[groups])
 
 
-def _dealt(n: int, shares: list[float]) -> Ints:
-    """Return a split for each of n places, so that any run of places gets nearly its shares."""
+def dealt(n: int, shares: list[float]) -> Ints:
+    """Return a split for each of n places, so that any run of places gets nearly its shares.
+
+    All places, and those of any run with two splits, differ from the exact share by less than one.
+    """
     part, rest, left = np.full(n, len(shares) - 1), np.arange(n), 1.0
     for number, share in enumerate(shares[:-1]):
         steps = np.floor(np.arange(len(rest) + 1) * (share / left) + _MIDDLE)
