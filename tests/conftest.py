@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,29 @@ def write_shards(folder: Path, counts: list[int]) -> Path:
             number += 1
         write_tar(folder / f"part-{shard:03d}.tar", samples)
     return folder
+
+
+def write_picture_shards(folder: Path, counts: list[int], bad: Collection[int] = ()) -> Path:
+    """Write shards of pictures: sample i has the key s00i and the class i % 10.
+
+    bad: numbers of the samples whose picture cannot be decoded.
+    """
+    numbers = itertools.count()
+    for shard, count in enumerate(counts):
+        samples: list[Sample] = [
+            (
+                f"s{n:03d}",
+                {"png": b"no picture" if n in bad else picture(n), "cls": b"%d" % (n % 10)},
+            )
+            for n in itertools.islice(numbers, count)
+        ]
+        write_tar(folder / f"p-{shard}.tar", samples)
+    return folder
+
+
+def keys_of(batches: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the keys of each batch."""
+    return [batch["__key__"] for batch in batches]
 
 
 def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png") -> Path:

@@ -21,7 +21,7 @@ import torch
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, quick_and_slow, write_shards, write_tar
+from tests.conftest import Sample, keys_of, picture, quick_and_slow, write_shards, write_tar
 from tests.support.children import Program, ended
 from tests.support.os_faults import recorded_reads
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
@@ -34,75 +34,47 @@ FIELDS = {
     "label": wt.label(),
     "text": wt.text(),
 }
-
-
-def keys(loader: wt.Loader) -> list[list[str]]:
-    return [batch["__key__"] for batch in loader]
+PICTURE = {"image": wt.image(size=8), "label": wt.label()}
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards with 41 pictures, PNG and JPEG, of different sizes."""
-    folder = tmp_path_factory.mktemp("pictures")
-    number = 0
+    """Three shards with 41 pictures, jpg, png, JPEG and PNG, of different sizes."""
+    folder, numbers = tmp_path_factory.mktemp("pictures"), itertools.count()
     for shard, count in enumerate([17, 1, 23]):
         samples: list[Sample] = []
-        for _ in range(count):
-            kind = "JPEG" if number % 3 == 0 else "PNG"
-            data = picture(number, size=(24 + number % 5, 20 + number % 7), kind=kind)
-            fields = {
-                kind.lower().replace("jpeg", "jpg"): data,
-                "cls": b"%d" % number,
-                "txt": b"n%d" % number,
-            }
-            samples.append((f"s{number:06d}", fields))
-            number += 1
+        for n in itertools.islice(numbers, count):
+            name, kind = ("jpg", "JPEG") if n % 3 == 0 else ("png", "PNG")
+            name = kind if n % 2 else name
+            data = picture(n, size=(24 + n % 5, 20 + n % 7), kind=kind)
+            samples.append((f"s{n:06d}", {name: data, "cls": b"%d" % n, "txt": b"n%d" % n}))
         write_tar(folder / f"p-{shard}.tar", samples)
     return folder
 
 
 def test_each_loop_is_the_next_epoch_and_a_new_loader_repeats_the_epochs(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    epochs = [keys(loader) for _ in range(3)]
+    loader, repeated = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
+    epochs = [keys_of(loader) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert all(len(epoch) == len(loader) == 5 for epoch in epochs)
-    repeated = wt.Loader(shards, batch_size=4)
     repeated.set_epoch(2)
-    assert keys(repeated) == epochs[2]
-    assert [batch["__key__"] for batch in repeated.epoch(1, start=2)] == epochs[1][2:]
-    assert keys(repeated) == epochs[2]  # the epoch after epoch 1
+    assert keys_of(repeated) == epochs[2]
+    assert keys_of(repeated.epoch(1, start=2)) == epochs[1][2:]
+    assert keys_of(repeated) == epochs[2]  # the epoch after epoch 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_kept_batches_do_not_change(pictures: Path, num_workers: int) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
-    first = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in loader.epoch(0)]
-    kept = [
-        batch for _ in range(3) for batch in loader.epoch(0)
-    ]  # 30 batches, many more than batch slots
-    again = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in kept]
-    assert again == first * 3
-    assert loader.report()["copies"] > 0
-    loader.close()
-
-
-def test_a_view_of_a_batch_keeps_its_memory_alive(pictures: Path) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=4)
-    views = []
-    for batch in loader.epoch(0):
-        views.append((batch["image"][0, 0], batch["image"][0, 0].clone()))
-    del batch
-    gc.collect()
-    for _ in loader.epoch(1):
-        pass
-    assert all(torch.equal(view, copy) for view, copy in views)
-
-
-def test_memory_of_released_batches_is_reused(pictures: Path) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=4)
-    places = {batch["image"].data_ptr() for _ in range(8) for batch in loader}
-    assert len(places) <= 16
-    assert loader.report()["copies"] == 0
+def test_kept_batches_do_not_change_and_memory_of_released_ones_is_reused(
+    pictures: Path, num_workers: int
+) -> None:
+    with wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers) as loader:
+        places = {batch["image"].data_ptr() for _ in range(8) for batch in loader}
+        assert len(places) <= (40 if num_workers else 16)  # of 80 batches
+        assert loader.report()["copies"] == 0
+        first = [(b["label"].tolist(), b["image"].sum().item()) for b in loader.epoch(0)]
+        kept = [b for _ in range(3) for b in loader.epoch(0)]  # many more than batch slots
+        assert [(b["label"].tolist(), b["image"].sum().item()) for b in kept] == first * 3
+        assert loader.report()["copies"] > 0
 
 
 def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
@@ -120,52 +92,7 @@ def test_two_loops_over_one_loader_are_refused(shards: Path) -> None:
         next(first)
 
 
-def test_a_bad_sample_is_named_with_shard_key_field_and_offset(tmp_path: Path) -> None:
-    for number, workers in ((0, 0), (1, 2)):
-        folder = tmp_path / str(number)
-        samples: list[Sample] = [(f"k{i}", {"png": picture(i), "cls": b"1"}) for i in range(5)]
-        samples[3][1]["png"] = picture(3)[:60]
-        write_tar(folder / "a.tar", samples)
-        loader = wt.Loader(
-            folder,
-            {"image": wt.image(size=8), "label": wt.label()},
-            batch_size=5,
-            num_workers=workers,
-        )
-        offset = dict((name, at) for name, at, _ in loader.index.members(3))["png"]
-        with pytest.raises(
-            SampleError,
-            match=rf"a.tar: 'k3', field 'png' at offset {offset}: image file is truncated",
-        ):
-            keys(loader)
-
-
-def test_a_missing_field_and_a_bad_label_are_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [("k0", {"txt": b"x", "cls": b"1"}), ("k1", {"txt": b"x"})])
-    with pytest.raises(
-        SampleError, match="'k1', the sample at offset 2048: it has none of cls .but txt"
-    ):
-        keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1, shuffle=False))
-    write_tar(tmp_path / "a.tar", [("k0", {"cls": b"cat"})])
-    with pytest.raises(
-        SampleError, match="'k0', field 'cls' at offset 512: 'cat' is not a whole number"
-    ):
-        keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1))
-
-
-def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
-    """Write a shard of images, some of them truncated."""
-    samples: list[Sample] = []
-    for i in range(count):
-        data = picture(i, kind="JPEG")
-        samples.append(
-            (f"k{i:03d}", {"jpg": data[: len(data) // 2] if i in bad else data, "cls": b"%d" % i})
-        )
-    write_tar(folder / "a.tar", samples)
-    return folder
-
-
-PICTURE = {"image": wt.image(size=8), "label": wt.label()}
+# --- bad samples ----------------------------------------------------------------------------------
 
 
 def picky(sample: dict[str, Any]) -> dict[str, Any]:
@@ -174,57 +101,138 @@ def picky(sample: dict[str, Any]) -> dict[str, Any]:
     return {"n": int(sample["cls"])}
 
 
-def test_too_many_bad_samples_raise_an_error_with_reasons(tmp_path: Path) -> None:
-    loader = wt.Loader(
-        damaged(tmp_path, set(range(0, 40, 4))),
-        PICTURE,
-        batch_size=8,
-        on_error="replace",
-        max_errors=0.1,
-    )
-    with pytest.raises(
-        SampleError,
-        match=r"[5-9] of the 40 samples of epoch 0 are bad, more than max_errors=0.1.*[5-9] x jpg",
-    ):
-        keys(loader)
+def failing(_: Any) -> Any:
+    raise KeyError("no such thing")
 
 
-def test_the_error_for_all_bad_samples_names_requested_and_existing_fields(tmp_path: Path) -> None:
-    write_tar(
-        tmp_path / "a.tar",
-        [
-            *[(f"k{i}", {"txt": b"x"}) for i in range(8)],
-            ("k8", {"txt": b"x", "jpg": b"no picture"}),
-        ],
-    )
-    loader = wt.Loader(
-        tmp_path,
-        {"image": wt.image(size=8)},
-        batch_size=4,
-        shuffle=False,
-        on_error="replace",
-        max_errors=1.0,
-    )
-    with pytest.raises(
-        SampleError, match="'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found"
-    ):
-        keys(loader)
+def a_tuple(_: Any) -> Any:
+    return (1, 2)
+
+
+def double(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"double": 2 * int(sample["cls"])}
+
+
+def ragged(sample: dict[str, Any]) -> dict[str, Any] | None:
+    """Return as many ones as the class of the sample, and None for the classes 5, 12 and 19."""
+    number = int(sample["cls"])
+    return None if number % 7 == 5 else {"x": torch.ones(number + 1)}
+
+
+class Opaque:
+    """A field whose values cannot be pickled."""
+
+    names, example = ("cls",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return lambda: 1
+
+
+GOOD: Sample = ("g", {"png": picture(0), "cls": b"1"})
+TEXT = {"txt": b"x"}
+REPLACE: dict[str, Any] = {"on_error": "replace", "max_errors": 1.0}
+LABEL = {"fields": {"label": wt.label()}}
+CANNOT_STACK = "a batch that begins with.*cannot be stacked: stack expects.*collate_fn"
+
+
+def partly_cut(count: int, every: int) -> list[Sample]:
+    """Return samples of which every nth image is truncated."""
+    return [
+        (f"k{i}", {"png": picture(i)[: None if i % every else 60], "cls": b"1"})
+        for i in range(count)
+    ]
+
+
+# samples, options of the loader, and the error
+BAD: list[tuple[list[Sample], dict[str, Any], str]] = [
+    (
+        partly_cut(1, 1),
+        {"fields": PICTURE},
+        r"a.tar: 'k0', field 'png' at offset 512: image file is truncated",
+    ),
+    (
+        [("k0", {**TEXT, "cls": b"1"}), ("k1", TEXT)],
+        LABEL,
+        "'k1', the sample at offset 2048: it has none of cls .but txt",
+    ),
+    (
+        [("k", {"cls": b"cat"})],
+        LABEL,
+        "'k', field 'cls' at offset 512: 'cat' is not a whole number",
+    ),
+    (
+        partly_cut(40, 4),
+        {"fields": PICTURE, "batch_size": 8, **REPLACE, "max_errors": 0.1},
+        r"[5-9] of the 40 samples of epoch 0 are bad, more than max_errors=0.1.*[5-9] x png",
+    ),
+    (
+        [*((f"k{i}", TEXT) for i in range(8)), ("k8", {**TEXT, "jpg": b"no picture"})],
+        {"fields": {"image": wt.image(size=8)}, "batch_size": 4, **REPLACE},
+        "'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found",
+    ),
+    ([GOOD], {"transform": failing}, "transform raised KeyError: 'no such thing'"),
+    ([GOOD], {"transform": a_tuple}, "transform returned tuple; an example must be.*collate_fn"),
+    (
+        [("k", {"cls": b"5"})],
+        {"transform": ragged},
+        r"returned None.*--where\)\. on_error='replace' goes on without it",
+    ),
+    (
+        [("j", {"cls": b"1"}), ("k", {"cls": b"2"})],
+        {"transform": ragged, "batch_size": 2},
+        CANNOT_STACK,
+    ),
+    (
+        [("j", {"cls": b"1"}), ("k", {"cls": b"2"})],
+        {"transform": ragged, "batch_size": 2, **REPLACE},
+        CANNOT_STACK,
+    ),
+    (
+        [GOOD],
+        {"transform": double, "collate_fn": failing},
+        "collate_fn raised KeyError: 'no such thing'",
+    ),
+    (
+        [GOOD],
+        {"transform": double, "collate_fn": a_tuple},
+        "it returned tuple; a batch must be a dict of values by name",
+    ),
+]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("samples", "options", "words"), BAD, ids=range(len(BAD)))
+def test_an_error_names_the_sample_and_the_next_step(
+    samples: list[Sample], options: dict[str, Any], words: str, num_workers: int, tmp_path: Path
+) -> None:
+    write_tar(tmp_path / "a.tar", samples)
+    options = {"batch_size": 1, "shuffle": False, "num_workers": num_workers, **options}
+    with wt.Loader(tmp_path, **options) as loader:
+        with pytest.raises(SampleError, match=words) as raised:
+            keys_of(loader)
+        if words == CANNOT_STACK:
+            assert "on_error" not in str(raised.value)
+            assert "No good sample" not in str(raised.value)
+
+
+def test_a_value_that_cannot_be_pickled_raises_and_does_not_hang(shards: Path) -> None:
+    with pytest.raises(SampleError, match="cannot be sent from a worker process.*num_workers=0"):
+        keys_of(wt.Loader(shards, {"x": Opaque()}, batch_size=4, num_workers=1))
+    assert len(keys_of(wt.Loader(shards, {"x": Opaque()}, batch_size=4))) == 5
+
+
+def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
+    numbers = [random.random(), np.random.rand(), torch.rand(1).item()]
+    return {**picky(sample), "drawn": np.array(numbers)}
 
 
 def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Path) -> None:
     torch.manual_seed(1)
     numbers = []
     for workers in (1, 2):
-        loader = wt.Loader(
-            shards,
-            transform=picky_and_random,
-            batch_size=1,
-            num_workers=workers,
-            on_error="replace",
-            max_errors=0.5,
-        )
-        numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
-        loader.close()
+        options: dict[str, Any] = {**REPLACE, "batch_size": 1, "num_workers": workers}
+        with wt.Loader(shards, transform=picky_and_random, **options) as loader:
+            numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
     assert numbers[0] == numbers[1]
     drawn = {}  # a substitute is transformed with its own random numbers each time
     for n, values in numbers[0]:
@@ -235,20 +243,6 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
     assert torch.equal(expected, torch.rand(1))
 
 
-def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **picky(sample),
-        "drawn": np.array([random.random(), np.random.rand(), torch.rand(1).item()]),
-    }
-
-
-def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
-    with pytest.raises(
-        UsageError, match="field 'image' looks for jpg, png; these shards hold cls, txt"
-    ):
-        wt.Loader(shards, {"image": wt.image("jpg;png", size=8)})
-
-
 @pytest.mark.parametrize("when", ["before", "while it is used"])
 def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
     tmp_path: Path, when: str
@@ -256,35 +250,26 @@ def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
     """The other samples of that shard are delivered; no partial sample is delivered."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), max_shard_samples=30, shuffle=False)
-    cut = int(index.offsets.start[25] + 700)  # in the data of sample 25
+    shard, cut = index.shards[0].path, int(index.offsets.start[25] + 700)  # in sample 25
+    options: dict[str, Any] = {"batch_size": 6, "shuffle": False, **REPLACE}
     if when == "before":
-        os.truncate(tmp_path / "s" / "train-000000.tar", cut)
-    options: dict[str, Any] = {
-        "batch_size": 6,
-        "shuffle": False,
-        "on_error": "replace",
-        "max_errors": 0.1,
-    }
-    loader = wt.Loader(tmp_path / "s", **options)
-    if when != "before":
-        os.truncate(tmp_path / "s" / "train-000000.tar", cut)
-    actual = [
-        (key, data)
-        for batch in loader
-        for key, data in zip(batch["__key__"], batch["bin"], strict=True)
-    ]
-    report = loader.report()
-    loader.close()
+        os.truncate(shard, cut)
+    with wt.Loader(tmp_path / "s", **{**options, "max_errors": 0.1}) as loader:
+        os.truncate(shard, cut)
+        actual = [item for b in loader for item in zip(b["__key__"], b["bin"], strict=True)]
     assert all(data == bytes([int(key[1:])]) * 3000 for key, data in actual)
     assert {key for key, _ in actual} == {f"k{n:03d}" for n in range(90) if not 25 <= n < 30}
     assert len(actual) == 90
-    assert [bad["key"] for bad in report["bad_samples"]] == [f"k{n:03d}" for n in range(25, 30)]
-    assert "cannot be read" in report["bad_samples"][0]["reason"]
-    strict = {**options, "on_error": "raise"}
+    bad = loader.report()["bad_samples"]
+    assert [each["key"] for each in bad] == [f"k{n:03d}" for n in range(25, 30)]
+    assert "cannot be read" in bad[0]["reason"]
     with pytest.raises(ShardError, match=r"train-000000.tar has \d+ bytes, its index says"):
-        wt.Loader(tmp_path / "s", **strict)
+        wt.Loader(tmp_path / "s", batch_size=6, on_error="raise")
     with pytest.raises(SampleError, match="more than max_errors=0.01"):
         list(wt.Loader(tmp_path / "s", **{**options, "max_errors": 0.01}))
+
+
+# --- transforms and collate functions -------------------------------------------------------------
 
 
 def varied(sample: dict[str, Any]) -> dict[str, Any]:
@@ -292,42 +277,67 @@ def varied(sample: dict[str, Any]) -> dict[str, Any]:
     return {"crop": crop, "numpy": np.random.random(2), "python": random.random()}
 
 
-def double(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"double": 2 * int(sample["cls"]), "name": sample["__key__"], "noise": torch.rand(2)}
-
-
-def drawn(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {"n": int(sample["cls"]), "x": rng.random(3)}
-
-
-def failing(sample: dict[str, Any]) -> dict[str, Any]:
-    raise KeyError("no such thing")
-
-
 def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
     def noise(workers: int) -> list[list[Any]]:
-        loader = wt.Loader(shards, transform=varied, batch_size=4, num_workers=workers)
-        actual = [
-            [batch[name].tolist() for name in ("crop", "numpy", "python")]
-            for _ in range(2)
-            for batch in loader
-        ]
-        loader.close()
-        return actual
+        options: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+        with wt.Loader(shards, transform=varied, **options) as loader:
+            batches = [batch for _ in range(2) for batch in loader]
+            return [[b[name].tolist() for name in ("crop", "numpy", "python")] for b in batches]
 
-    assert noise(1) == noise(3)
-    drawn = [number for batch in noise(1) for number in batch[2]]
+    one = noise(1)
+    assert one == noise(3)
+    drawn = [number for batch in one for number in batch[2]]
     assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
 
 
-def test_an_exception_of_a_transform_names_the_sample(shards: Path) -> None:
-    with pytest.raises(SampleError, match="transform raised KeyError: 'no such thing'"):
-        keys(wt.Loader(shards, transform=failing, batch_size=4))
+def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
+    output = ragged(sample)
+    if output is None:
+        raise ValueError("left out")
+    return output["x"], int(sample["cls"])
+
+
+def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
+    values, numbers = zip(*examples, strict=True)
+    stacked = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
+    return {"x": stacked, "n": torch.tensor(numbers), "examples": examples}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, "tail": "keep"}
+    options |= {"transform": as_pair, "collate_fn": padded, **REPLACE}
+
+    def numbers(batches: Any) -> list[list[int]]:
+        return [batch["n"].tolist() for batch in batches]
+
+    with wt.Loader(shards, **options) as loader, wt.Loader(shards, **options) as resumed:
+        batches = list(wt.to_device(loader, "cpu"))
+        assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4, 1]
+        for batch in batches:
+            assert [int(key[1:]) for key in batch["__key__"]] == batch["n"].tolist()
+            assert (batch["x"].sum(1) == batch["n"] + 1).all()
+            assert all(torch.equal(x, torch.ones(n + 1)) for x, n in batch["examples"])
+        assert loader.report()["bad"] == 3
+        for _ in itertools.islice(loader, 2):
+            pass
+        resumed.load_state_dict(loader.state_dict())
+        uninterrupted = numbers(loader.epoch(1, until=2))
+        assert numbers(resumed) == uninterrupted[2:]
+        with pickle.loads(pickle.dumps(loader)) as copied:
+            assert numbers(copied.epoch(1, until=2)) == uninterrupted
+
+
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            {"fields": {"image": wt.image("jpg;png", size=8)}},
+            "field 'image' looks for jpg, png; these shards hold cls, txt",
+        ),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0"),
         ({"rank": 2, "world_size": 2}, "rank=2: must be >= 0 and below world_size=2"),
@@ -369,11 +379,10 @@ def test_help_describes_every_option(described: Any) -> None:
 
 
 def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "one", [1])
+    write_shards(tmp_path, [1])
     for workers in (0, 1):
-        loader = wt.Loader(folder, {"label": wt.label()}, batch_size=1, num_workers=workers)
-        assert [batch["label"].tolist() for _ in range(40) for batch in loader] == [[0]] * 40
-        loader.close()
+        with wt.Loader(tmp_path, **LABEL, batch_size=1, num_workers=workers) as loader:
+            assert [b["label"].tolist() for _ in range(40) for b in loader] == [[0]] * 40
 
 
 def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
@@ -397,7 +406,7 @@ def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> Non
     expected = int(sum(table.stop - table.start))
     with recorded_reads(r"b-\d\.tar") as reads:
         loader = wt.Loader(index, batch_size=16, tail="keep", shuffle_buffer=200)
-        assert sum(len(batch) for batch in keys(loader)) == 15_000
+        assert sum(len(batch) for batch in keys_of(loader)) == 15_000
         loader.close()
     ends = list(itertools.accumulate(length for _, _, length in reads))
     epoch = reads[: ends.index(expected) + 1]  # the reader continues into the next epoch
@@ -409,202 +418,28 @@ def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> Non
         assert sum(length for _, length in shard_reads) / len(shard_reads) > 1 << 20
 
 
-def test_an_image_field_reads_mixed_and_upper_case_extensions(tmp_path: Path) -> None:
-    kinds = [("jpg", "JPEG"), ("JPEG", "JPEG"), ("png", "PNG"), ("PNG", "PNG")]
-    write_tar(
-        tmp_path / "a.tar",
-        [(f"k{i}", {name: picture(i, kind=kind)}) for i, (name, kind) in enumerate(kinds)],
-    )
-    batch = next(
-        iter(
-            wt.Loader(
-                tmp_path, {"image": wt.image("jpg;jpeg;png", size=8)}, batch_size=4, shuffle=False
-            )
-        )
-    )
-    assert batch["image"].shape == (4, 3, 8, 8)
-    assert len({int(image.sum()) for image in batch["image"]}) == 4
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_interrupted_loops_leave_no_threads_or_processes(pictures: Path, num_workers: int) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
-    for _ in loader:
-        break
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(50):
+def test_interrupted_loops_leave_no_threads_processes_or_descriptors(
+    pictures: Path, num_workers: int
+) -> None:
+    def descriptors(loader: wt.Loader) -> int:
         for _ in loader:
             break
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
-    with pytest.raises(ZeroDivisionError):
-        list(1 // 0 for _ in loader)
-    loader.close()
-    assert not os.path.exists("/dev/shm") or not [
-        name for name in os.listdir("/dev/shm") if "wdstrain" in name
-    ]
+        return len(os.listdir("/proc/self/fd"))
 
-
-class Opaque:
-    names = ("cls",)
-    example = None
-
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
-        return lambda: 1
-
-
-def test_a_value_that_cannot_be_pickled_raises_and_does_not_hang(shards: Path) -> None:
-    with pytest.raises(SampleError, match="cannot be sent from a worker process.*num_workers=0"):
-        keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4, num_workers=1))
-    assert len(keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4))) == 5
-
-
-def test_an_example_must_be_a_dict(shards: Path) -> None:
-    with pytest.raises(
-        SampleError, match="transform returned tuple; an example must be a dict.*collate_fn"
-    ):
-        keys(wt.Loader(shards, transform=lambda sample: (1, 2), batch_size=4))
-
-
-def ragged(sample: dict[str, Any]) -> dict[str, Any] | None:
-    """Return as many ones as the class of the sample, and None for the classes 5, 12 and 19."""
-    number = int(sample["cls"])
-    return None if number % 7 == 5 else {"x": torch.ones(number + 1)}
-
-
-def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
-    output = ragged(sample)
-    if output is None:
-        raise ValueError("left out")
-    return output["x"], int(sample["cls"])
-
-
-def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
-    values, numbers = zip(*examples, strict=True)
-    return {
-        "x": torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True),
-        "n": torch.tensor(numbers),
-        "examples": examples,
-    }
-
-
-def test_errors_for_none_and_ragged_values_name_the_next_step(shards: Path) -> None:
-    with pytest.raises(
-        SampleError, match=r"returned None.*--where\)\. on_error='replace' goes on without it"
-    ):
-        keys(wt.Loader(shards, transform=ragged, batch_size=1))
-    for on_error in ("raise", "replace"):
-        loader = wt.Loader(
-            shards, transform=ragged, batch_size=4, shuffle=False, on_error=on_error, max_errors=1
-        )
-        with pytest.raises(
-            SampleError,
-            match="a batch that begins with.*cannot be stacked: stack expects.*collate_fn",
-        ) as caught:
-            keys(loader)
-        assert "on_error" not in str(caught.value)
-        assert "No good sample" not in str(caught.value)
-        loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
-    def make() -> wt.Loader:
-        return wt.Loader(
-            shards,
-            transform=as_pair,
-            collate_fn=padded,
-            batch_size=4,
-            num_workers=num_workers,
-            on_error="replace",
-            max_errors=0.5,
-            tail="keep",
-        )
-
-    loader = make()
-    batches = list(wt.to_device(loader, "cpu"))
-    assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4, 1]
-    for batch in batches:
-        assert [int(key[1:]) for key in batch["__key__"]] == batch["n"].tolist()
-        assert (batch["x"].sum(1) == batch["n"] + 1).all()
-        assert all(torch.equal(x, torch.ones(n + 1)) for x, n in batch["examples"])
-    assert loader.report()["bad"] == 3
-    state = None
-    for step, _batch in enumerate(loader):
-        if step == 1:
-            state = loader.state_dict()
-            break
-    loader.close()
-    assert state is not None
-    resumed, copied = make(), pickle.loads(pickle.dumps(loader))
-    resumed.load_state_dict(state)
-    uninterrupted = [batch["n"].tolist() for batch in loader.epoch(1, until=2)]
-    assert [batch["n"].tolist() for batch in resumed] == uninterrupted[2:]
-    assert [batch["n"].tolist() for batch in copied.epoch(1, until=2)] == uninterrupted
-    for each in (loader, resumed, copied):
-        each.close()
-
-
-def broken(examples: list[Any]) -> Any:
-    raise KeyError("no such value")
-
-
-def a_tuple(examples: list[Any]) -> Any:
-    return (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("collate_fn", "words"),
-    [
-        (broken, "collate_fn raised KeyError: 'no such value'"),
-        (a_tuple, "it returned tuple; a batch must be a dict of values by name"),
-    ],
-)
-def test_an_error_in_collate_fn_names_the_function(
-    shards: Path, collate_fn: Any, words: str
-) -> None:
-    for num_workers in (0, 1):
-        loader = wt.Loader(
-            shards, transform=double, collate_fn=collate_fn, batch_size=4, num_workers=num_workers
-        )
-        with pytest.raises(SampleError, match=words):
-            keys(loader)
-        loader.close()
-
-
-class OwnField:
-    names = ("cls",)
-    example = None
-
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
-        return 1
-
-
-@pytest.mark.parametrize(
-    "field",
-    [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), OwnField()],
-)
-def test_a_class_with_the_field_protocol_is_a_field(field: Any) -> None:
-    assert isinstance(field, wt.Field)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_does_not_change_threads_and_random_state_of_torch(
-    shards: Path, num_workers: int
-) -> None:
-    threads = torch.get_num_threads()
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=num_workers)
-    keys(loader)
-    assert torch.equal(torch.rand(1), expected)
-    assert torch.get_num_threads() == threads
-    seen: list[int] = []
-    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    other.start()
-    other.join()
-    assert seen == [threads]
-    loader.close()
+    with wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers) as loader:
+        before = descriptors(loader)
+        assert max(descriptors(loader) for _ in range(20)) <= before + 1
+        with pytest.raises(ZeroDivisionError):
+            list(1 // 0 for _ in loader)
+    closed = []
+    for _ in range(4):
+        with wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers) as loader:
+            descriptors(loader)
+        gc.collect()
+        closed.append(len(os.listdir("/proc/self/fd")))
+    assert closed[0] == closed[-1]
+    assert not [name for name in os.listdir("/dev/shm") if "wdstrain" in name]
 
 
 class CountsThreads:
@@ -617,38 +452,38 @@ class CountsThreads:
         return torch.get_num_threads()
 
 
+@pytest.mark.parametrize(
+    "field",
+    [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), Opaque()],
+)
+def test_a_class_with_the_field_protocol_is_a_field(field: Any) -> None:
+    assert isinstance(field, wt.Field)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
+def test_a_decoder_computes_on_one_core_and_torch_keeps_its_threads_and_random_state(
+    shards: Path, num_workers: int
+) -> None:
     """Each core has a decoder, so torch threads in a decoder would contend for the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        loader = wt.Loader(
-            shards, {"threads": CountsThreads()}, batch_size=4, num_workers=num_workers
-        )
-        assert {count for batch in loader for count in batch["threads"]} == {1}
-        assert torch.get_num_threads() == 3
-        loader.close()
+        torch.manual_seed(3)
+        expected = torch.rand(1)
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers}
+        with wt.Loader(shards, **LABEL, **options) as loader:
+            keys_of(loader)
+            assert torch.equal(torch.rand(1), expected)
+        with wt.Loader(shards, {"threads": CountsThreads()}, **options) as loader:
+            assert {count for batch in loader for count in batch["threads"]} == {1}
+            seen = [torch.get_num_threads()]
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert seen == [3, 3]
     finally:
         torch.set_num_threads(threads)
-
-
-def test_state_dict_returns_the_loaded_state_until_the_loop_begins(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    state = {**loader.state_dict(), "epoch": 4, "step": 3}
-    loader.load_state_dict(state)
-    batches = iter(loader)
-    assert loader.state_dict() == state
-    loader.set_epoch(4)
-    assert loader.state_dict() == state
-    assert len(list(batches)) == 2
-    for wrong in (
-        {**state, "step": 99},
-        {**state, "epoch": "x"},
-        {k: v for k, v in state.items() if k != "epoch"},
-    ):
-        with pytest.raises(UsageError, match="this state holds no position|must be below 5"):
-            loader.load_state_dict(wrong)
 
 
 def test_worker_processes_deliver_the_same_tensors_as_threads(tmp_path: Path) -> None:
@@ -721,7 +556,7 @@ def test_every_start_method_delivers_the_pixels_of_threads(
 def test_the_report_counts_padded_rows_and_samples_that_are_left_out(shards: Path) -> None:
     for tail, counts in (("drop", (0, 5)), ("pad", (3, 0))):
         loader = wt.Loader(shards, batch_size=8, tail=tail)
-        keys(loader)
+        keys_of(loader)
         assert (loader.report()["padded"], loader.report()["left_out"]) == counts
 
 

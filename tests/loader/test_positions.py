@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -16,78 +16,60 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import write_shards, write_tar
+from tests.conftest import keys_of, write_shards, write_tar
 
 Make = Callable[..., wt.Loader]
 
 
-def keys(loader: Iterable[dict[str, Any]]) -> list[list[str]]:
-    return [batch["__key__"] for batch in loader]
+def position(loader: wt.Loader) -> tuple[int, int]:
+    """Return the epoch and step of the state."""
+    state = loader.state_dict()
+    return state["epoch"], state["step"]
 
 
-def numbers(folder: Path, count: int, bad: set[int]) -> Path:
-    """Write a shard with a number in each sample except the bad ones."""
-    write_tar(
-        folder / "a.tar",
-        [(f"k{i:04d}", {"val": b"x" if i in bad else b"%d" % i}) for i in range(count)],
-    )
-    return folder
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
 
 
 # --- bad samples and the position ---
 
 
+@pytest.fixture
+def bad_set(tmp_path: Path) -> Make:
+    """Return a function that writes a shard of numbers, some of them bad, and makes its loader."""
+
+    def make(count: int, bad: set[int], max_errors: float, **options: Any) -> wt.Loader:
+        numbers = ((i, b"x" if i in bad else b"%d" % i) for i in range(count))
+        if not (tmp_path / "a.tar").exists():
+            write_tar(tmp_path / "a.tar", [(f"k{i:04d}", {"val": data}) for i, data in numbers])
+        options = {"batch_size": 10, "shuffle": False, "on_error": "replace", **options}
+        return wt.Loader(tmp_path, {"y": wt.number("val")}, max_errors=max_errors, **options)
+
+    return make
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_batch_refused_for_bad_samples_is_not_counted_as_delivered(
-    tmp_path: Path, num_workers: int
+    bad_set: Make, num_workers: int
 ) -> None:
-    folder = numbers(tmp_path / "s", 100, {57})
-
-    def loader(**options: Any) -> wt.Loader:
-        fields = {"y": wt.number("val")}
-        return wt.Loader(
-            folder,
-            fields,
-            batch_size=10,
-            shuffle=False,
-            on_error="replace",
-            num_workers=num_workers,
-            **options,
-        )
-
-    strict = loader(max_errors=0.0)
+    strict = bad_set(100, {57}, 0.0, num_workers=num_workers)
     batches = iter(strict)
     assert len(list(islice(batches, 5))) == 5
-    with pytest.raises(
-        wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_errors=0.0"
-    ):
+    refused = "1 of the 100 samples of epoch 0 are bad, more than max_errors=0.0"
+    with pytest.raises(wt.SampleError, match=refused):
         next(batches)
     state, report = strict.state_dict(), strict.report()
     strict.close()
     assert state["step"] == report["batches"] == 5
-    assert report["samples"] == 50
-    assert report["bad"] == 1
-    lenient = loader(max_errors=1.0)
-    lenient.load_state_dict(state)
-    assert len(keys(lenient)) == 5
-    lenient.close()
+    assert (report["samples"], report["bad"]) == (50, 1)
+    with bad_set(100, {57}, 1.0, num_workers=num_workers) as lenient:
+        lenient.load_state_dict(state)
+        assert len(keys_of(lenient)) == 5
 
 
 @pytest.mark.parametrize("at", [10, 99])
-def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(tmp_path: Path, at: int) -> None:
+def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(bad_set: Make, at: int) -> None:
     """A resumed pass fails at the same batch as an undisturbed pass."""
-    bad = {103, 255, 961, 964, 985}
-
-    def loader(max_errors: float) -> wt.Loader:
-        fields = {"y": wt.number("val")}
-        return wt.Loader(
-            tmp_path,
-            fields,
-            batch_size=10,
-            shuffle=False,
-            on_error="replace",
-            max_errors=max_errors,
-        )
 
     def deliver(passed: wt.Loader, steps: int | None = None) -> tuple[int, str]:
         count = 0
@@ -95,35 +77,42 @@ def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(tmp_path: Path, at
             for _ in islice(passed, steps):
                 count += 1
         except wt.SampleError as error:
-            return count, str(error)
+            return count, str(error).split(" are bad")[0]
         return count, ""
 
-    numbers(tmp_path, 1000, bad)
     for max_errors in (0.0, 0.001, 0.004, 0.005, 1.0):
-        uninterrupted, why = deliver(loader(max_errors))
-        first = loader(max_errors)
+        first, second, whole = (
+            bad_set(1000, {103, 255, 961, 964, 985}, max_errors) for _ in range(3)
+        )
+        uninterrupted, why = deliver(whole)
         before, _ = deliver(first, at)
-        second = loader(max_errors)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        second.load_state_dict(through_json(first.state_dict()))
         after, error = deliver(second)
-        assert before + after == uninterrupted, max_errors
-        assert error.split(" are bad")[0] == why.split(" are bad")[0]
-        following = keys(second) if not why else []
-        assert len(following) == (100 if not why else 0)  # the count restarts with the next epoch
+        assert (before + after, error) == (uninterrupted, why), max_errors
+        following = [] if why else keys_of(second)
+        assert len(following) == (0 if why else 100)  # the count restarts with the next epoch
 
 
-def test_a_state_of_the_end_of_an_epoch_counts_bad_samples_anew(tmp_path: Path) -> None:
-    numbers(tmp_path, 100, {3, 57})
-
-    def loader() -> wt.Loader:
-        fields = {"y": wt.number("val")}
-        return wt.Loader(tmp_path, fields, batch_size=10, on_error="replace", max_errors=0.02)
-
-    first, second = loader(), loader()
-    assert len(keys(first)) == 10
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert len(keys(second)) == 10
+def test_a_state_of_the_end_of_an_epoch_counts_bad_samples_anew(bad_set: Make) -> None:
+    first, second = (bad_set(100, {3, 57}, 0.02, shuffle=True) for _ in range(2))
+    assert len(keys_of(first)) == 10
+    second.load_state_dict(through_json(first.state_dict()))
+    assert len(keys_of(second)) == 10
     assert second.report()["bad"] == 2
+
+
+def test_bad_samples_of_another_rank_do_not_count(bad_set: Make) -> None:
+    first, second = (bad_set(100, {1, 2}, 0.05, rank=rank, world_size=2) for rank in range(2))
+    for _ in islice(first, 2):
+        pass
+    state = first.state_dict()
+    assert state["bad"] == 2
+    second.load_state_dict(state)
+    assert second.state_dict()["bad"] == 0
+    assert len(keys_of(second)) == 3
+
+
+# --- states and set_epoch ---
 
 
 def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path: Path) -> None:
@@ -135,149 +124,107 @@ def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path:
         second.load_state_dict(first.state_dict())
 
 
-def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
-    numbers(tmp_path, 100, {1, 2})
-
-    def rank(number: int) -> wt.Loader:
-        options: dict[str, Any] = {
-            "batch_size": 10,
-            "shuffle": False,
-            "on_error": "replace",
-            "max_errors": 0.05,
-        }
-        return wt.Loader(tmp_path, {"y": wt.number("val")}, rank=number, world_size=2, **options)
-
-    first, second = rank(0), rank(1)
-    for _ in islice(first, 2):
-        pass
-    state = first.state_dict()
-    assert state["bad"] == 2
-    second.load_state_dict(state)
-    assert second.state_dict()["bad"] == 0
-    assert len(keys(second)) == 3
-
-
-# --- set_epoch, break and states ---
-
-
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_set_epoch_in_a_loop_applies_to_the_next_loop(
     shards: Path, step: int, device: bool
 ) -> None:
-    plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
-    epochs = [[batch["__key__"] for batch in plain.epoch(number)] for number in range(8)]
+    plain, loader, resumed = (wt.Loader(shards, batch_size=4) for _ in range(3))
+    epochs = [keys_of(plain.epoch(number)) for number in range(8)]
     delivered = list[list[str]]()
     for taken, batch in enumerate(wt.to_device(loader, "cpu") if device else loader, start=1):
         delivered.append(batch["__key__"])
         if taken == step:
             loader.set_epoch(7)
             state = loader.state_dict()
-    begun = loader.state_dict()
     assert delivered == epochs[0]
-    assert (begun["epoch"], begun["step"]) == (7, 0)
-    assert keys(loader) == epochs[7]
-    resumed = wt.Loader(shards, batch_size=4)
+    assert position(loader) == (7, 0)
+    assert keys_of(loader) == epochs[7]
     resumed.load_state_dict(state)
-    assert keys(resumed) == (epochs[0][step:] if step < 5 else epochs[7])
+    assert keys_of(resumed) == (epochs[0][step:] if step < 5 else epochs[7])
 
 
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_set_epoch_after_a_break_sets_the_next_epoch_and_the_state(shards: Path, step: int) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    for _ in islice(loader, step):
-        pass
-    state = loader.state_dict()
-    assert (state["epoch"], state["step"]) == ((0, step) if step < 5 else (1, 0))
-    assert loader.next_position == (1, 0)
-    loader.set_epoch(3)
-    state = loader.state_dict()
-    assert (state["epoch"], state["step"]) == loader.next_position == (3, 0)
+def test_set_epoch_after_a_break_sets_the_next_epoch_and_the_state(shards: Path) -> None:
+    for step in (1, 2, 5):
+        loader = wt.Loader(shards, batch_size=4)
+        for _ in islice(loader, step):
+            pass
+        assert position(loader) == ((0, step) if step < 5 else (1, 0))
+        assert loader.next_position == (1, 0)
+        loader.set_epoch(3)
+        assert position(loader) == loader.next_position == (3, 0)
 
 
-def test_set_epoch_keeps_the_step_of_a_state_of_that_epoch(shards: Path) -> None:
+def test_a_loaded_state_is_the_position_until_a_loop_or_another_epoch_begins(shards: Path) -> None:
     """Trainers call `set_epoch` before every epoch, also after a resume."""
     plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
     state = {**loader.state_dict(), "epoch": 1, "step": 2}
     loader.load_state_dict(state)
+    batches = iter(loader)
+    assert loader.state_dict() == state
     loader.set_epoch(1)
-    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(1, start=2)]
+    assert loader.state_dict() == state
+    assert keys_of(batches) == keys_of(plain.epoch(1, start=2))
     loader.load_state_dict(state)
     loader.set_epoch(0)
-    assert keys(loader) == keys(plain.epoch(0))
-
-
-def test_state_dict_returns_a_state_loaded_within_a_loop(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    other = {**loader.state_dict(), "epoch": 3, "step": 2}
     batches = iter(loader)
     next(batches)
-    loader.load_state_dict(other)
+    loader.load_state_dict(state)  # within a loop
     next(batches)
-    assert (
-        (loader.state_dict()["epoch"], loader.state_dict()["step"])
-        == loader.next_position
-        == (3, 2)
-    )
-    assert len(keys(loader)) == 3
+    assert position(loader) == loader.next_position == (1, 2)
+    assert keys_of(loader) == keys_of(plain.epoch(1, start=2))
 
 
 # --- numbers ---
 
-INTEGERS = {"int": int, "np.int64": np.int64, "np.uint8": np.uint8, "torch": torch.tensor}
 
-
-@pytest.mark.parametrize("kind", INTEGERS)
-def test_integers_of_any_type_are_accepted_and_states_are_json(shards: Path, kind: str) -> None:
-    of = INTEGERS[kind]
-    plain = wt.Loader(shards, batch_size=4, seed=3, shuffle_buffer=9, lanes=2)
-    options: dict[str, Any] = {
-        "batch_size": of(4),
-        "seed": of(3),
-        "shuffle_buffer": of(9),
-        "lanes": of(2),
-    }
-    loader = wt.Loader(shards, rank=of(0), world_size=of(1), num_workers=of(0), **options)
+@pytest.mark.parametrize("of", [int, np.int64, np.uint8, torch.tensor])
+def test_integers_of_any_type_are_accepted_and_states_are_json(shards: Path, of: Any) -> None:
+    sizes = {"batch_size": 4, "seed": 3, "shuffle_buffer": 9, "lanes": 2, "num_workers": 0}
+    plain = wt.Loader(shards, **sizes)
+    options = {name: of(value) for name, value in sizes.items()}
+    loader = wt.Loader(shards, rank=of(0), world_size=of(1), **options)
     loader.set_epoch(of(2))
-    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(2)]
-    assert [batch["__key__"] for batch in loader.epoch(of(1), start=of(2))] == [
-        batch["__key__"] for batch in plain.epoch(1, start=2)
-    ]
+    assert keys_of(loader) == keys_of(plain.epoch(2))
+    assert keys_of(loader.epoch(of(1), start=of(2))) == keys_of(plain.epoch(1, start=2))
     state = loader.state_dict()
-    assert json.loads(json.dumps(state)) == state
+    assert through_json(state) == state
     loader.load_state_dict({**state, "epoch": of(5), "step": of(1)})
-    assert json.loads(json.dumps(loader.state_dict())) == {**state, "epoch": 5, "step": 1}
-    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(5, start=1)]
+    assert through_json(loader.state_dict()) == {**state, "epoch": 5, "step": 1}
+    assert keys_of(loader) == keys_of(plain.epoch(5, start=1))
 
 
-@pytest.mark.parametrize(
-    "name", ["seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit"]
-)
+NUMBERS = ("seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit")
+
+
 @pytest.mark.parametrize("value", [1.0, True, "1", np.float64(1), [1], float("nan")])
-def test_values_that_are_not_integers_are_refused(
-    shards: Path, tmp_path: Path, name: str, value: Any
-) -> None:
-    if name == "cache_limit" and value == "1":
-        return  # sizes may be strings
-    options = (
-        {name: value}
-        | ({"world_size": 1} if name == "rank" else {})
-        | {"cache_dir": tmp_path / "cache"}
-    )
-    with pytest.raises(wt.UsageError, match=f"^{name}=.*: must be an integer"):
-        wt.Loader(shards, **{"batch_size": 4, **options})
-    with pytest.raises(wt.UsageError, match=r"^epoch=.*: must be an integer >= 0\."):
-        wt.Loader(shards, batch_size=4).set_epoch(value)
-
-
-def test_set_epoch_refuses_a_wrong_epoch(shards: Path) -> None:
+def test_values_that_are_not_integers_are_refused(shards: Path, tmp_path: Path, value: Any) -> None:
     loader = wt.Loader(shards, batch_size=4)
-    with pytest.raises(wt.UsageError, match="epoch=-1: must be an integer >= 0"):
-        loader.set_epoch(-1)
-    with pytest.raises(wt.UsageError, match="start=-1: must be an integer >= 0"):
-        loader.epoch(0, start=-1)
-    with pytest.raises(wt.UsageError, match="an epoch has 5 steps"):
-        loader.epoch(0, start=5)
+    with pytest.raises(wt.UsageError, match=r"^epoch=.*: must be an integer >= 0\."):
+        loader.set_epoch(value)
+    for name in NUMBERS[: -1 if value == "1" else None]:  # sizes may be strings
+        options = {"batch_size": 4, "cache_dir": tmp_path / "cache", name: value}
+        options |= {"world_size": 1} if name == "rank" else {}
+        with pytest.raises(wt.UsageError, match=f"^{name}=.*: must be an integer"):
+            wt.Loader(shards, **options)
+
+
+def test_wrong_positions_are_refused(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    state = loader.state_dict()
+    headless = {name: value for name, value in state.items() if name != "epoch"}
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: loader.set_epoch(-1), "epoch=-1: must be an integer >= 0"),
+        (lambda: loader.epoch(0, start=-1), "start=-1: must be an integer >= 0"),
+        (lambda: loader.epoch(0, start=5), "an epoch has 5 steps"),
+        (lambda: loader.load_state_dict({**state, "step": 99}), "must be below 5"),
+        (lambda: loader.load_state_dict({**state, "epoch": "x"}), "this state holds no position"),
+        (lambda: loader.load_state_dict(headless), "this state holds no position"),
+        (lambda: loader.epoch(0).delivered, "no batch was delivered yet"),
+    ]
+    for call, message in calls:
+        with pytest.raises(wt.UsageError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
@@ -298,110 +245,82 @@ def test_every_function_with_a_seed_requires_an_integer(
     assert not (tmp_path / "out").exists()
 
 
-WEIGHTS = [
-    {"a": float("nan"), "b": 1},
-    {"a": float("inf"), "b": 1},
-    {"a": "1", "b": 1},
-    {"a": None, "b": 1},
-    {"a": -1, "b": 1},
-    [1, 2],
-]
+def test_weights_of_a_mixture_are_finite_numbers_of_any_type(shards: Path) -> None:
+    def mixed(weights: Any) -> wt.Loader:
+        return wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
 
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_invalid_weights_are_refused(shards: Path, weights: Any) -> None:
-    with pytest.raises(
-        wt.UsageError,
-        match=r"weights=.*: must have a finite number above 0 for each of the sources a, b",
-    ):
-        wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.int64, np.uint8, Fraction])
-def test_weights_of_any_number_type_give_the_same_mixture(shards: Path, kind: Any) -> None:
-    plain = wt.mix({"a": shards, "b": shards}, weights={"a": 3, "b": 1}, batch_size=4)
-    other = wt.mix({"a": shards, "b": shards}, weights={"a": kind(3), "b": kind(1)}, batch_size=4)
-    assert keys(other) == keys(plain)
-    assert json.loads(json.dumps(other.state_dict())) == plain.state_dict()
+    plain = mixed({"a": 3, "b": 1})
+    order = keys_of(plain)
+    for kind in (np.float32, np.int64, np.uint8, Fraction):
+        other = mixed({"a": kind(3), "b": kind(1)})
+        assert keys_of(other) == order
+        assert through_json(other.state_dict()) == plain.state_dict()
+    wrong = "weights=.*: must have a finite number above 0 for each of the sources a, b"
+    for value in (float("nan"), float("inf"), "1", None, -1):
+        with pytest.raises(wt.UsageError, match=wrong):
+            mixed({"a": value, "b": 1})
+    with pytest.raises(wt.UsageError, match=wrong):
+        mixed([1, 2])
 
 
 # --- copies ---
 
-COPIES: dict[str, Callable[[wt.Loader], wt.Loader]] = {
-    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
-    "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
-}
+
+def pickled(loader: wt.Loader) -> wt.Loader:
+    copied: wt.Loader = pickle.loads(pickle.dumps(loader))
+    return copied
 
 
 @pytest.fixture(params=["one set", "mixture"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    sets = {
-        name: write_shards(tmp_path / name, counts)
-        for name, counts in (("a", [7, 13, 1]), ("b", [30]))
-    }
+    counts = {"a": [7, 13, 1], "b": [30]}
+    sets = {name: write_shards(tmp_path / name, count) for name, count in counts.items()}
 
     def made(**options: Any) -> wt.Loader:
-        arguments: dict[str, Any] = {
-            "fields": {"label": wt.label()},
-            "batch_size": 4,
-            "seed": 5,
-            "shuffle_buffer": 9,
-            **options,
-        }
-        return (
-            wt.Loader(sets["a"], **arguments)
-            if request.param == "one set"
-            else wt.mix(sets, weights={"a": 2, "b": 1}, **arguments)
-        )
+        options = {"batch_size": 4, "seed": 5, "shuffle_buffer": 9, **options}
+        options["fields"] = {"label": wt.label()}
+        if request.param == "one set":
+            return wt.Loader(sets["a"], **options)
+        return wt.mix(sets, weights={"a": 2, "b": 1}, **options)
 
     return made
 
 
-@pytest.mark.parametrize(("how", "num_workers"), [("pickle", 1), ("deepcopy", 0), ("copy", 0)])
+@pytest.mark.parametrize(
+    ("copied", "num_workers"), [(pickled, 1), (copy.deepcopy, 0), (copy.copy, 0)]
+)
 def test_a_copy_of_a_loader_starts_at_the_position_of_the_loader(
-    make: Make, how: str, num_workers: int
+    make: Make, copied: Make, num_workers: int
 ) -> None:
-    uninterrupted = keys(make())
-    loader = make(num_workers=num_workers)
-    untouched = COPIES[how](loader)
+    uninterrupted = keys_of(make())
     delivered = list[list[str]]()
-    for batch in loader:
-        delivered.append(batch["__key__"])
-        if len(delivered) == 2:
-            taken = COPIES[how](loader)
-    loader.close()
-    assert delivered == keys(untouched) == uninterrupted
-    assert keys(taken) == uninterrupted[2:]
-    for copied in (untouched, taken):
-        copied.close()
+    with make(num_workers=num_workers) as loader, copied(loader) as untouched:
+        for batch in loader:
+            delivered.append(batch["__key__"])
+            if len(delivered) == 2:
+                taken = copied(loader)
+        assert delivered == keys_of(untouched) == uninterrupted
+    with taken:
+        assert keys_of(taken) == uninterrupted[2:]
 
 
 def test_a_copy_has_the_rank_and_the_options_of_its_loader(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = wt.Loader(
-        shards, batch_size=4, rank=1, world_size=2, tail="pad", on_error="replace", max_errors=0.5
-    )
+    options: dict[str, Any] = {"tail": "pad", "on_error": "replace", "max_errors": 0.5}
+    loader = wt.Loader(shards, batch_size=4, rank=1, world_size=2, **options)
     sent = pickle.dumps(loader)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert keys(pickle.loads(sent)) == keys(loader)
+    assert keys_of(pickle.loads(sent)) == keys_of(loader)
 
 
-@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("begun", [False, True])
-def test_copying_a_pass_raises_and_suggests_copying_the_loader(
-    shards: Path, how: Callable[[Any], Any], begun: bool
-) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    batches = iter(loader)
-    if begun:
-        next(batches)
-    with pytest.raises(
-        wt.UsageError,
-        match=r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)",
-    ):
-        how(batches)
-    assert next(batches)
-    loader.close()
+def test_copying_a_pass_raises_and_suggests_copying_the_loader(shards: Path) -> None:
+    refused = r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)"
+    with wt.Loader(shards, batch_size=4) as loader:
+        batches = iter(loader)
+        for _ in range(2):  # before the first batch, and after it
+            for how in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(wt.UsageError, match=refused):
+                    how(batches)
+            assert next(batches)
