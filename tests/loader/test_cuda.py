@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_tar
+from tests.conftest import keys_of, write_picture_shards
 from wdstrain.augment.gpu import DRAWS, IMAGENET
 from wdstrain.decode.batches import PageLock
 from wdstrain.memory import Memory
@@ -31,13 +31,7 @@ FIELDS = {"image": wt.image(size=(48, 40)), "label": wt.label()}
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    for shard, numbers in enumerate([range(150), range(150, 300)]):
-        samples: list[Sample] = [
-            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers
-        ]
-        write_tar(folder / f"p-{shard}.tar", samples)
-    return folder
+    return write_picture_shards(tmp_path_factory.mktemp("pictures"), [150, 150])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -125,7 +119,7 @@ def test_the_state_counts_the_batches_that_the_loop_received(
     pictures: Path, num_workers: int
 ) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
-    expected = [batch["__key__"] for batch in loader.epoch(0)]
+    expected = keys_of(loader.epoch(0))
     for step, batch in enumerate(wt.to_device(loader.epoch(0), "cuda")):
         torch.cuda.synchronize()
         assert batch["__key__"] == expected[step]
@@ -137,16 +131,12 @@ def test_the_state_counts_the_batches_that_the_loop_received(
     loader.close()
     resumed = wt.Loader(pictures, FIELDS, batch_size=16)
     resumed.load_state_dict(state)
-    assert [batch["__key__"] for batch in wt.to_device(resumed, "cuda")] == expected[8:]
+    assert keys_of(wt.to_device(resumed, "cuda")) == expected[8:]
     resumed.close()
 
 
 def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
-    samples: list[Sample] = [
-        (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
-        for n in range(64)
-    ]
-    write_tar(tmp_path / "p.tar", samples)
+    write_picture_shards(tmp_path, [64], bad=[37])
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
         seen.extend(batch["__key__"][0] for batch in wt.to_device(loader, "cuda"))

@@ -9,6 +9,7 @@ import io
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import Sample, live_threads_and_children, picture, write_shards, write_tar
+from tests.conftest import live_threads_and_children, write_picture_shards, write_shards
 from tests.support.servers import Handler, serving, stall
 from wdstrain.augment.gpu import RNG
 
@@ -60,22 +61,11 @@ def pixels_of(sample: dict[str, Any]) -> dict[str, Any]:
     return {"image": torch.from_numpy(pixels).permute(2, 0, 1).as_subclass(Stays)}
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    for shard, numbers in enumerate([range(23), range(23, 60)]):
-        samples: list[Sample] = [
-            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers
-        ]
-        write_tar(folder / f"p-{shard}.tar", samples)
-    return folder
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
-    pictures: Path, num_workers: int
+    photos: Path, num_workers: int
 ) -> None:
-    loader = wt.Loader(pictures, transform=pixels_of, batch_size=8, num_workers=num_workers)
+    loader = wt.Loader(photos, transform=pixels_of, batch_size=8, num_workers=num_workers)
     expected = [
         (batch["__key__"], batch["image"].clone(), batch[RNG].tolist()) for batch in loader.epoch(0)
     ]
@@ -100,11 +90,7 @@ def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
 
 
 def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
-    samples: list[Sample] = [
-        (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
-        for n in range(64)
-    ]
-    write_tar(tmp_path / "p.tar", samples)
+    write_picture_shards(tmp_path, [64], bad=[37])
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
         seen.extend(batch["__key__"][0] for batch in copied_ahead(loader))
@@ -112,8 +98,8 @@ def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
     assert loader.state_dict()["step"] == 4
 
 
-def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
-    loader = wt.Loader(pictures, FIELDS, batch_size=8)
+def test_a_loop_that_ends_early_leaves_no_thread(photos: Path) -> None:
+    loader = wt.Loader(photos, FIELDS, batch_size=8)
     for _ in range(3):
         for _ in copied_ahead(loader):
             break
@@ -123,52 +109,58 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     loader.close()
 
 
-def test_a_loop_ends_though_the_next_batch_never_arrives(tmp_path: Path) -> None:
-    """The server stops answering; the loop breaks, and close does not join its thread forever."""
-    write_shards(tmp_path, [20, 20, 20])
-    wt.index(tmp_path)
-    stalled, released = threading.Event(), threading.Event()
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[tuple[str, threading.Event, threading.Event]]:
+    """A set whose server stops answering at the third shard: (address, is asked, goes on)."""
+    wt.index(write_shards(tmp_path, [20, 20, 20]))
+    asked, released = threading.Event(), threading.Event()
 
-    def stall_at_the_last_shard(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        if path.name != "part-002.tar":
+    def stalled(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        if path.name != "part-002.tar" or released.is_set():
             return False
-        stalled.set()
+        asked.set()
         return stall(0, released)(handler, path, start, stop)
 
-    with serving(tmp_path, faults=[stall_at_the_last_shard] * 100) as served:
-        loader = wt.Loader(f"{served.url}/index.json", batch_size=2, shuffle=False)
-        copies, steps = Copies(), 0
-        for steps, _ in enumerate(copied_ahead(loader, copies), 1):
+    with serving(tmp_path, faults=[stalled] * 100) as served:
+        yield f"{served.url}/index.json", asked, released
+        released.set()
+
+
+def join_fetchers() -> None:
+    """Wait for the threads that wait for the server no longer."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("wdstrain-fetch"):
+            thread.join(30)
+
+
+def test_a_loop_ends_though_the_next_batch_never_arrives(silent: Any) -> None:
+    """The server stops answering; the loop breaks, and close does not join its thread forever."""
+    address, asked, released = silent
+    with wt.Loader(address, batch_size=2, shuffle=False) as loader:
+        steps = 0
+        for steps, _ in enumerate(copied_ahead(loader, Copies()), 1):
             if steps == 20:  # the samples of two shards; the next batch never arrives
-                assert stalled.wait(30)
+                assert asked.wait(30)
                 break
         assert steps == 20
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-        loader.close()
-        released.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("wdstrain-fetch-"):
-            thread.join(30)  # it waits for the server no longer
+    released.set()
+    join_fetchers()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> None:
     """The error occurs while the copy thread takes the next batch."""
-    samples: list[Sample] = [
-        (f"s{n:03d}", {"png": picture(n) if n % 9 else b"no picture", "cls": b"1"})
-        for n in range(90)
-    ]
-    write_tar(tmp_path / "p.tar", samples)
-    loader = wt.Loader(
-        tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_error="replace", max_errors=0.03
-    )
+    write_picture_shards(tmp_path, [90], bad=range(0, 90, 9))
+    options: dict[str, Any] = {"on_error": "replace", "max_errors": 0.03}
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=4, num_workers=num_workers, **options)
     with pytest.raises(wt.SampleError, match="more than max_errors=0.03 allows"):
         list(copied_ahead(loader))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     assert live_threads_and_children() == []  # the error closed the loader
 
 
-def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:
+def test_the_report_contains_the_time_of_copies(photos: Path) -> None:
     """The report counts the batches that the loop received, not the batch ahead."""
 
     class Slow(Copies):
@@ -178,7 +170,7 @@ def test_the_report_contains_the_time_of_copies(pictures: Path) -> None:
                 pass
             return batch
 
-    loader = wt.Loader(pictures, FIELDS, batch_size=20)
+    loader = wt.Loader(photos, FIELDS, batch_size=20)
     for step, _ in enumerate(copied_ahead(loader.epoch(0), Slow())):
         assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
     loader.close()
@@ -193,38 +185,21 @@ def _note_threads() -> None:
 
 
 @pytest.mark.slow
-def test_workers_start_before_any_thread_after_a_break_at_a_silent_server(tmp_path: Path) -> None:
+def test_workers_start_before_any_thread_after_a_break_at_a_silent_server(silent: Any) -> None:
     """A forked worker inherits the locks of threads that it does not have."""
-    write_shards(tmp_path, [20, 20, 20])
-    wt.index(tmp_path)
-    released = threading.Event()
-
-    def stall_at_the_last_shard(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        is_stalled = path.name == "part-002.tar" and not released.is_set()
-        return is_stalled and stall(0, released)(handler, path, start, stop)
-
+    address, _, released = silent
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-    with serving(tmp_path, faults=[stall_at_the_last_shard] * 100) as served:
-        loader = wt.Loader(
-            f"{served.url}/index.json", {"x": wt.text()}, batch_size=2, shuffle=False, **options
-        )
-        try:
-            copies = Copies()
-            assert copies.begun.acquire(blocking=False) is False
-            for step, _ in enumerate(copied_ahead(loader, copies)):
-                if step == 0:
-                    assert copies.begun.acquire(timeout=30)
-                if not copies.begun.acquire(timeout=3):  # the next batch does not arrive
-                    break
-            released.set()
-            for thread in threading.enumerate():  # the server held those that wait for it
-                if thread.name.startswith("wdstrain-fetch"):
-                    thread.join(30)
-            os.register_at_fork(before=_note_threads)
-            FORKED_WITH.clear()
-            next(iter(copied_ahead(loader)))
-            forked_with = list(FORKED_WITH)
-        finally:
-            released.set()
-            loader.close()
+    fields, copies = {"x": wt.text()}, Copies()
+    with wt.Loader(address, fields, batch_size=2, shuffle=False, **options) as loader:
+        for step, _ in enumerate(copied_ahead(loader, copies)):
+            if step == 0:
+                assert copies.begun.acquire(timeout=30)
+            if not copies.begun.acquire(timeout=3):  # the next batch does not arrive
+                break
+        released.set()
+        join_fetchers()
+        os.register_at_fork(before=_note_threads)
+        FORKED_WITH.clear()
+        next(iter(copied_ahead(loader)))
+        forked_with = list(FORKED_WITH)
     assert all(names == [] for names in forked_with)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import closing
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_tar
+from tests.conftest import Sample, write_tar
 from tests.support.outcomes import result_or_refusal
 from wdstrain.augment.gpu import DRAWS, IMAGENET
 from wdstrain.augment.mixing import beta_quantiles
@@ -24,18 +25,6 @@ from wdstrain.decode.transforms import random_crop, random_crops, region
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # columns of a sample's draws that an augmentation uses
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards with 23 images of ten classes."""
-    folder = tmp_path_factory.mktemp("pictures")
-    for shard, numbers in enumerate([range(13), range(13, 23)]):
-        samples: list[Sample] = [
-            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % (n % 10)}) for n in numbers
-        ]
-        write_tar(folder / f"p-{shard}.tar", samples)
-    return folder
 
 
 def _pictures(count: int, height: int = 40, width: int = 56) -> torch.Tensor:
@@ -66,66 +55,62 @@ def test_crops_of_a_batch_equal_crops_of_each_image(height: int, width: int) -> 
     ]
 
 
+def _changed(pictures: torch.Tensor, draws: Any = None, **options: Any) -> torch.Tensor:
+    """Return the images after an augmentation."""
+    draws = _draws(len(pictures)) if draws is None else draws
+    output: torch.Tensor = wt.Augmentation(**options)({"image": pictures}, draws)["image"]
+    return output
+
+
+def _cropped(image: torch.Tensor, box: Any, size: list[int]) -> torch.Tensor:
+    """Return torchvision's crop of an image, resized."""
+    return functional.resized_crop(image.float() / 255, *box, size, antialias=True)
+
+
 def test_crop_resize_and_flip_equal_torchvision() -> None:
     pictures, draws = _pictures(40), _draws(40)
-    output = wt.Augmentation("rrc+flip", size=(24, 20))({"image": pictures}, draws)["image"]
+    output = _changed(pictures, draws, augment="rrc+flip", size=(24, 20))
     assert output.shape == (40, 3, 24, 20)
     assert output.is_contiguous(memory_format=torch.channels_last)
-    for row, (top, left, height, width) in enumerate(random_crops(40, 56, draws).tolist()):
-        reference = functional.resized_crop(
-            pictures[row].float() / 255, top, left, height, width, [24, 20], antialias=True
-        )
+    for row, box in enumerate(random_crops(40, 56, draws).tolist()):
+        reference = _cropped(pictures[row], box, [24, 20])
         reference = functional.horizontal_flip(reference) if draws[row, 22] < 0.5 else reference
         assert torch.allclose(output[row], reference, atol=1e-4)
 
 
-def test_without_a_crop_the_center_is_cropped_as_on_the_cpu(tmp_path: Path) -> None:
+def test_without_a_crop_the_center_is_cropped_as_on_the_cpu() -> None:
     pictures = _pictures(8)
-    output = wt.Augmentation(size=20)({"image": pictures}, _draws(8))["image"]
-    reference = functional.resized_crop(
-        pictures.float() / 255, 0, 8, 40, 40, [20, 20], antialias=True
-    )
-    assert torch.allclose(output, reference, atol=1e-4)
-    same = wt.Augmentation()({"image": pictures}, _draws(8))["image"]
-    assert torch.equal(same, pictures.float() / 255)
+    reference = _cropped(pictures, (0, 8, 40, 40), [20, 20])
+    assert torch.allclose(_changed(pictures, size=20), reference, atol=1e-4)
+    assert torch.equal(_changed(pictures), pictures.float() / 255)
 
 
 def test_color_changes_equal_torchvision_in_the_order_of_each_image() -> None:
-    from itertools import permutations
-
     pictures, draws = _pictures(60), _draws(60)
-    output = wt.Augmentation(brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)(
-        {"image": pictures}, draws
-    )["image"]
-    changes: list[Callable[..., torch.Tensor]] = [
-        functional.adjust_brightness,
-        functional.adjust_contrast,
-        functional.adjust_saturation,
-        functional.adjust_hue,
+    output = _changed(pictures, draws, brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)
+    changes: list[tuple[Callable[..., torch.Tensor], float, float]] = [
+        (functional.adjust_brightness, 0.6, 1.4),
+        (functional.adjust_contrast, 0.4, 1.6),
+        (functional.adjust_saturation, 0.2, 1.8),
+        (functional.adjust_hue, -0.3, 0.3),
     ]
     seen = set()
     for row in range(60):
-        reference, order = (
-            pictures[row].float() / 255,
-            list(permutations(range(4)))[int(draws[row, _ORDER] * 24)],
-        )
+        reference = pictures[row].float() / 255
+        order = list(permutations(range(4)))[int(draws[row, _ORDER] * 24)]
         seen.add(order)
         for which in order:
-            low, high = [(0.6, 1.4), (0.4, 1.6), (0.2, 1.8), (-0.3, 0.3)][which]
-            reference = changes[which](reference, low + (high - low) * draws[row, _FACTOR + which])
+            change, low, high = changes[which]
+            reference = change(reference, low + (high - low) * draws[row, _FACTOR + which])
         assert torch.allclose(output[row], reference, atol=2e-3), order
     assert len(seen) > 15
 
 
 def test_values_are_normalized_in_the_requested_precision() -> None:
     pictures = _pictures(4)
-    output = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)(
-        {"image": pictures}, _draws(4)
-    )["image"]
-    reference = functional.normalize(
-        pictures.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    )
+    output = _changed(pictures, normalize="imagenet", dtype=torch.bfloat16)
     assert output.dtype == torch.bfloat16
+    reference = functional.normalize(pictures.float() / 255, *map(list, IMAGENET))
     assert torch.allclose(output.float(), reference, atol=0.02)
 
 
@@ -134,36 +119,31 @@ def test_mixup_shares_follow_the_beta_distribution() -> None:
     assert np.allclose(np.interp(at, *beta_quantiles(1.0)), at, atol=1e-6)
     assert np.allclose(np.interp(at, *beta_quantiles(0.5)), np.sin(np.pi * at / 2) ** 2, atol=1e-4)
     sampled = torch.distributions.Beta(0.2, 0.2).sample((20_000,)).numpy()
-    assert (
-        _distance(np.interp(np.random.default_rng(0).random(20_000), *beta_quantiles(0.2)), sampled)
-        < 0.02
-    )
+    ours = np.interp(np.random.default_rng(0).random(20_000), *beta_quantiles(0.2))
+    assert _distance(ours, sampled) < 0.02
+
+
+def _numbered(labels: torch.Tensor, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Return a batch of plain images whose pixels are their labels."""
+    images = labels.to(torch.uint8).view(-1, 1, 1, 1).expand(len(labels), 3, *size)
+    return {"image": images.contiguous(), "label": labels}
 
 
 def test_mixup_mixes_pictures_and_labels_by_the_same_share() -> None:
     pictures, draws, label = _pictures(16), _draws(16), torch.arange(16) % 5
     output = wt.Augmentation(mixup=1.0, classes=5)({"image": pictures, "label": label}, draws)
-    share = torch.from_numpy(
-        draws[:, _SHARE]
-    ).float()  # the quantile function of beta(1, 1) is the identity
-    plain, hot = pictures.float() / 255, torch.nn.functional.one_hot(label, 5).float()
-    weight = share.view(-1, 1, 1, 1)
-    assert torch.allclose(
-        output["image"], weight * plain + (1 - weight) * plain.roll(1, 0), atol=1e-4
-    )
-    assert torch.allclose(
-        output["label"], share[:, None] * hot + (1 - share[:, None]) * hot.roll(1, 0), atol=1e-4
-    )
+    # The quantile function of beta(1, 1) is the identity.
+    share = torch.from_numpy(draws[:, _SHARE]).float()
+    hot = torch.nn.functional.one_hot(label, 5).float()
+    for name, plain in (("image", pictures.float() / 255), ("label", hot)):
+        weight = share.view(-1, *[1] * (plain.ndim - 1))
+        mixed = weight * plain + (1 - weight) * plain.roll(1, 0)
+        assert torch.allclose(output[name], mixed, atol=1e-4)
 
 
 def test_cutmix_weights_labels_by_area() -> None:
-    pictures = (
-        torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1).expand(12, 3, 40, 56).contiguous()
-    )
     label = torch.arange(12)
-    output = wt.Augmentation(cutmix=1.0, classes=12)(
-        {"image": pictures, "label": label}, _draws(12)
-    )
+    output = wt.Augmentation(cutmix=1.0, classes=12)(_numbered(label, (40, 56)), _draws(12))
     kept = (torch.round(output["image"][:, 0] * 255) == label.view(-1, 1, 1)).float().mean((1, 2))
     assert torch.allclose(output["label"][label, label], kept, atol=1e-5)
     assert torch.allclose(output["label"].sum(1), torch.ones(12))
@@ -171,38 +151,31 @@ def test_cutmix_weights_labels_by_area() -> None:
 
 
 def test_the_mix_and_cutmix_probabilities_are_respected() -> None:
-    images = torch.arange(400, dtype=torch.int64) % 199
-    batch = {
-        "image": images.to(torch.uint8).view(-1, 1, 1, 1).expand(400, 3, 32, 32).contiguous(),
-        "label": images,
-    }
-    draws = np.random.default_rng(1).random((400, DRAWS))
-    output = wt.Augmentation(
-        mixup=1.0, cutmix=1.0, mixup_prob=0.3, mixup_switch_prob=0.25, classes=199
-    )(batch, draws)
-    own = output["label"][torch.arange(400), images]
-    mixed = own < 1
+    label = torch.arange(400) % 199
+    batch, draws = _numbered(label, (32, 32)), _draws(400)
+    options: dict[str, Any] = {"mixup": 1.0, "cutmix": 1.0, "classes": 199}
+    varied = wt.Augmentation(mixup_prob=0.3, mixup_switch_prob=0.25, **options)
+    output = varied(batch, draws)
+    mixed = output["label"][torch.arange(400), label] < 1
     assert 0.2 < float(mixed.float().mean()) < 0.4
-    plain = batch["image"][~mixed].float() / 255
-    assert torch.equal(output["image"][~mixed], plain)
+    assert torch.equal(output["image"][~mixed], batch["image"][~mixed].float() / 255)
     flat = output["image"][mixed].flatten(1)
     cut = flat.amax(1) - flat.amin(1) > 1e-3
     assert 0.1 < float(cut.float().mean()) < 0.4
     untouched = wt.Augmentation(mixup=1.0, mixup_prob=0.0, classes=199)(batch, draws)
-    assert torch.equal(untouched["label"], images)
+    assert torch.equal(untouched["label"], label)
 
 
 def test_random_erasing_equals_torchvision() -> None:
     count = 3000
     images = torch.full((count, 3, 40, 56), 200, dtype=torch.uint8)
-    draws = np.random.default_rng(1).random((count, DRAWS))
-    output = wt.Augmentation(random_erasing=0.25, normalize="imagenet")({"image": images}, draws)
-    black = (output["image"].abs() < 1e-5).all(1)
+    output = _changed(images, random_erasing=0.25, normalize="imagenet")
+    black = (output.abs() < 1e-5).all(1)
     erased = black.flatten(1).any(1)
     assert 0.22 < float(erased.float().mean()) < 0.28
     whole = ((200 / 255 - torch.tensor(IMAGENET[0])) / torch.tensor(IMAGENET[1])).view(3, 1, 1)
-    assert torch.allclose(output["image"][~erased], whole, atol=1e-5)
-    always = wt.Augmentation(random_erasing=1.0)({"image": images}, draws)["image"][:, 0] == 0
+    assert torch.allclose(output[~erased], whole, atol=1e-5)
+    always = _changed(images, random_erasing=1.0)[:, 0] == 0
     rows, columns = always.any(2).sum(1), always.any(1).sum(1)
     assert torch.equal(always.flatten(1).sum(1), rows * columns)  # rectangles
     torch.manual_seed(0)
@@ -222,70 +195,58 @@ def test_crops_have_the_requested_area_and_aspect_ratio() -> None:
     reference = [crop.make_params([picture]) for _ in range(count)]
     actual = random_crops(375, 500, _draws(count), scale, ratio)
     for column, name in enumerate(("top", "left", "height", "width")):
-        assert (
-            _distance(actual[:, column], np.array([params[name] for params in reference])) < 0.05
-        ), name
+        expected = np.array([params[name] for params in reference])
+        assert _distance(actual[:, column], expected) < 0.05, name
     field = wt.image(size=8, augment="rrc", scale=scale, ratio=ratio)
     boxes = [region(375, 500, (8, 8), field.augment, row) for row in _draws(50)]
     assert boxes == [tuple(box) for box in actual[:50].tolist()]
-    output = wt.Augmentation("rrc", size=20, scale=scale)({"image": _pictures(9)}, _draws(9))[
-        "image"
-    ]
-    for row, (top, left, height, width) in enumerate(random_crops(40, 56, _draws(9), scale)):
-        image = _pictures(9)[row].float() / 255
-        cut = functional.resized_crop(image, top, left, height, width, [20, 20], antialias=True)
-        assert torch.allclose(output[row], cut, atol=1e-4)
+    output = _changed(_pictures(9), augment="rrc", size=20, scale=scale)
+    for row, box in enumerate(random_crops(40, 56, _draws(9), scale)):
+        assert torch.allclose(output[row], _cropped(_pictures(9)[row], box, [20, 20]), atol=1e-4)
 
 
-def test_pixels_are_equal_for_any_workers_and_after_a_resume(
-    tmp_path: Path, pictures: Path
-) -> None:
+def test_pixels_are_equal_for_any_workers_and_after_a_resume(photos: Path) -> None:
     varied = wt.Augmentation("rrc+flip", size=16, brightness=0.3, hue=0.1, mixup=0.4, classes=10)
 
-    def epoch(workers: int, start: int = 0) -> list[torch.Tensor]:
-        loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=workers, seed=3)
-        actual = [
-            batch["image"] for batch in wt.to_device(loader.epoch(1, start=start), "cpu", varied)
-        ]
-        loader.close()
-        return actual
+    def epoch(number: int, workers: int = 0, start: int = 0) -> list[torch.Tensor]:
+        options: dict[str, Any] = {"batch_size": 10, "num_workers": workers, "seed": 3}
+        with wt.Loader(photos, FIELDS, **options) as loader:
+            batches = loader.epoch(number, start=start)
+            return [batch["image"] for batch in wt.to_device(batches, "cpu", varied)]
 
-    threads, workers, resumed = epoch(0), epoch(2), epoch(0, start=2)
-    assert all(torch.equal(a, b) for a, b in zip(threads, workers, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(threads[2:], resumed, strict=True))
-    loader = wt.Loader(pictures, FIELDS, batch_size=4, seed=3)
-    other = [batch["image"] for batch in wt.to_device(loader.epoch(2), "cpu", varied)]
-    assert not torch.equal(threads[0], other[0])
+    threads = epoch(1)
+    assert all(torch.equal(a, b) for a, b in zip(threads, epoch(1, workers=2), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(threads[2:], epoch(1, start=2), strict=True))
+    assert not torch.equal(threads[0], epoch(2)[0])
 
 
-def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
-    for options, words in [
-        ({"augment": "rrc"}, "needs a size"),
-        ({"augment": "blur"}, "'blur' is not known"),
-        ({"hue": 0.6}, "hue=0.6"),
-        ({"mixup": 0.2}, "classes="),
-        ({"normalize": "mnist"}, "normalize='mnist'"),
-        ({"size": 0}, "size=0"),
-        ({"dtype": torch.uint8}, "torch.uint8"),
-    ]:
+def test_unsupported_augmentation_is_an_error() -> None:
+    varied, two = wt.Augmentation(mixup=0.2, classes=10), _pictures(2)
+    moved = [{"image": two, "label": torch.zeros(2).long()}]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: wt.Augmentation("rrc"), "needs a size"),
+        (lambda: wt.Augmentation("blur"), "'blur' is not known"),
+        (lambda: wt.Augmentation(hue=0.6), "hue=0.6"),
+        (lambda: wt.Augmentation(mixup=0.2), "classes="),
+        (lambda: wt.Augmentation(normalize="mnist"), "normalize='mnist'"),
+        (lambda: wt.Augmentation(size=0), "size=0"),
+        (lambda: wt.Augmentation(dtype=torch.uint8), "torch.uint8"),
+        (lambda: list(wt.to_device(moved, "cpu", varied)), "has no random numbers of its samples"),
+        (lambda: varied({}, _draws(1)), r"batch\['image'\] is missing"),
+        (
+            lambda: varied({"image": two, "label": torch.zeros(2)}, _draws(2)),
+            r"batch\['label'\] is float32\[2\]",
+        ),
+    ]
+    for call, words in calls:
         with pytest.raises(wt.UsageError, match=words):
-            wt.Augmentation(**options)
-    varied = wt.Augmentation(mixup=0.2, classes=10)
-    with pytest.raises(wt.UsageError, match="the batch has no random numbers of its samples"):
-        list(wt.to_device([{"image": _pictures(2), "label": torch.zeros(2).long()}], "cpu", varied))
-    with pytest.raises(wt.UsageError, match=r"batch\['image'\] is missing"):
-        varied({}, _draws(1))
-    with pytest.raises(wt.UsageError, match=r"batch\['label'\] is float32\[2\]"):
-        varied({"image": _pictures(2), "label": torch.zeros(2)}, _draws(2))
-    with pytest.raises(wt.UsageError, match="no batch was delivered yet"):
-        _ = wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).delivered
+            call()
 
 
 def test_an_empty_batch_has_the_types_of_full_batches() -> None:
     varied = wt.Augmentation("rrc", size=(24, 20), mixup=0.2, classes=5, dtype=torch.bfloat16)
-    output = varied(
-        {"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}, _draws(4)[:0]
-    )
+    batch = {"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}
+    output = varied(batch, _draws(0))
     assert (output["image"].shape, output["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
     assert (output["label"].shape, output["label"].dtype) == ((0, 5), torch.float32)
 
@@ -312,17 +273,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="nothing"),
-        pytest.param({"brightness": 0.2}, id="color"),
-        *(
-            pytest.param(options, id=name)
-            for name, options in {
-                "flip": {"augment": "flip"},
-                "random crop": {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
-                "center crop": {"size": 24},
-            }.items()
-        ),
+        {},
+        {"brightness": 0.2},
+        {"augment": "flip"},
+        {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
+        {"size": 24},
     ],
+    ids=str,
 )
 def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objects: Path) -> None:
     fields = {"image": wt.image(size=(24, 36)), "mask": wt.mask(size=(24, 36))}
@@ -340,30 +297,29 @@ def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objec
 
 def test_cutmix_moves_masks_with_pixels_or_is_refused() -> None:
     """A rectangle of another image brings the classes of its pixels along."""
-    masks = torch.arange(8).view(-1, 1, 1).expand(8, 16, 16).contiguous()
-    images = (masks * 30).to(torch.uint8).unsqueeze(1).expand(8, 3, 16, 16).contiguous()
-    batch = {"image": images, "mask": masks, "label": torch.arange(8)}
+    batch = _numbered(torch.arange(8), (16, 16))
+    batch["mask"] = batch["image"][:, 0].long()
     augmentation = wt.Augmentation(cutmix=1.0, classes=8)
     outcome = result_or_refusal(lambda: augmentation(batch, _draws(8)))
     if isinstance(outcome, str):
         assert "mask" in outcome
     else:
-        assert torch.equal((outcome["image"][:, 0] * 255 / 30).round().long(), outcome["mask"])
+        assert torch.equal((outcome["image"][:, 0] * 255).round().long(), outcome["mask"])
 
 
 @pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}, {}])
 def test_changes_without_randomness_need_no_random_numbers(options: dict[str, Any]) -> None:
     """A batch of another trainer has images only."""
-    augmentation, images = wt.Augmentation(**options), _pictures(4)
-    expected = augmentation({"image": images}, _draws(4))["image"]
-    assert torch.equal(augmentation({"image": images})["image"], expected)
+    images = _pictures(4)
+    without = wt.Augmentation(**options)({"image": images})["image"]
+    assert torch.equal(without, _changed(images, **options))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_random_numbers_come_with_the_batch(num_workers: int, pictures: Path) -> None:
+def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) -> None:
     """A loop, or a trainer that moves batches itself, gets the pixels of `to_device`."""
     augmentation = wt.Augmentation("rrc+flip", size=16, hue=0.2)
-    with closing(wt.Loader(pictures, FIELDS, batch_size=8, num_workers=num_workers)) as loader:
+    with closing(wt.Loader(photos, FIELDS, batch_size=8, num_workers=num_workers)) as loader:
         moved = [batch["image"] for batch in wt.to_device(loader.epoch(0), "cpu", augmentation)]
         own = [augmentation(batch)["image"] for batch in loader.epoch(0, until=1)]
     assert len(own) == len(moved)
@@ -404,11 +360,11 @@ def test_a_marked_sample_is_mixed_into_no_other(
 
 @pytest.mark.parametrize("mixing", [{"mixup": 0.2}, {"cutmix": 0.2}], ids=["mixup", "cutmix"])
 def test_a_label_outside_the_classes_of_mixup_is_an_error_with_its_key(
-    mixing: dict[str, float], pictures: Path
+    mixing: dict[str, float], photos: Path
 ) -> None:
     """On a GPU the wrong index would end the process without a word about the sample."""
     augmentation = wt.Augmentation(classes=9, **mixing)  # sample s009 has the class 9
-    with closing(wt.Loader(pictures, FIELDS, batch_size=23, shuffle=False)) as loader:
+    with closing(wt.Loader(photos, FIELDS, batch_size=60, shuffle=False)) as loader:
         batches = wt.to_device(loader.epoch(0, until=1), "cpu", augmentation)
         with pytest.raises(wt.WdstrainError, match="s009"):
             next(batches)
