@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -17,7 +18,7 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow
-from tests.support.foreign_tars import keys, read_wds, write_members, write_set
+from tests.support.foreign_tars import keys, read_wds, write_set
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -55,8 +56,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return become
 
 
-def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
-    """Return the keys of three passes of a DataLoader."""
+def read(dataset: Any, workers: int, **options: Any) -> list[list[Any]]:
+    """Return three passes of a DataLoader."""
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, collate_fn=unchanged, **options
     )
@@ -66,28 +67,47 @@ def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
     return passes
 
 
-# --- worker processes ---
+def all_keys(urls: str) -> list[str]:
+    return keys(read_wds(urls, nodesplitter=None))
 
 
-@pytest.mark.parametrize(
-    ("workers", "persistent", "ending"),
-    quick_and_slow(
-        [(4, False, ".tar"), (1, True, ".tgz"), (1, False, ".tgz"), (4, True, ".tar")], 2
-    ),
-)
-def test_worker_processes_share_each_epoch(
-    tmp_path: Path, ending: str, workers: int, persistent: bool
+# workers, ranks, and ending of the shards; there may be more workers than shards or samples
+DIVIDED = [(4, 1, ".tar"), (1, 1, ".tgz"), (0, 3, ".tgz"), (0, 3, ".tar"), (3, 2, ".tar")]
+DIVIDED += [(1, 1, ".tar"), (4, 1, ".tgz"), (2, 3, ".tgz")]
+
+
+@pytest.mark.parametrize(("workers", "ranks", "ending"), quick_and_slow(DIVIDED, 5))
+def test_ranks_and_workers_share_each_epoch(
+    tmp_path: Path, workers: int, ranks: int, ending: str, rank: Callable[[int, int], None]
 ) -> None:
-    urls = write_set(tmp_path / "set", [7, 13, 1], ending)  # fewer shards than workers
-    dataset = wt.WebDataset(urls, shardshuffle=True, empty_check=False).map(key_of)
-    epochs = read(dataset, workers, persistent_workers=persistent)
-    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls))] * 3
+    """With a drawn set, splitter, and kind of workers. Whole tars are divided by count."""
+    draw = random.Random(f"{workers} {ranks} {ending}")
+    for number, counts in enumerate(([7, 13, 1], draw.choice([[2], [1, 1], [5] * 4]))):
+        urls = write_set(tmp_path / str(number), counts, ending)
+        options: dict[str, Any] = {"shardshuffle": True, "empty_check": False}
+        if draw.random() < 0.5:
+            options["nodesplitter"] = wds.split_by_node
+        lasting = {"persistent_workers": workers > 0 and draw.random() < 0.5}
+        epochs: list[list[str]] = [[], [], []]
+        for own in range(ranks):
+            rank(own, ranks)
+            dataset = wt.WebDataset(urls, **options)
+            parts = (
+                [keys(dataset) for _ in range(3)]
+                if not workers
+                else read(dataset.map(key_of), workers, **lasting)
+            )
+            for epoch, part in zip(epochs, parts, strict=True):
+                epoch += part
+                assert ending != ".tar" or sum(counts) // ranks <= len(part) <= -(
+                    -sum(counts) // ranks
+                )
+        assert [sorted(epoch) for epoch in epochs] == [all_keys(urls)] * 3
 
 
 def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
     shard = write_set(tmp_path / "set", [21])
-    dataset = wt.WebDataset(shard).map(key_of).listed(100)
-    (first, *_) = read(dataset, 5)
+    (first, *_) = read(wt.WebDataset(shard).map(key_of).listed(100), 5)
     assert sorted(len(part) for part in first) == [4, 4, 4, 4, 5]
 
 
@@ -95,35 +115,32 @@ def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
 def test_workers_may_be_spawned(tmp_path: Path, ending: str) -> None:
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
-    dataset = (
-        wt.WebDataset(urls, shardshuffle=5, select_files=is_train, handler=wds.ignore_and_continue)
-        .shuffle(5)
-        .map(key_of)
-        .with_length(21, silent=True)
-    )
+    options: dict[str, Any] = {"select_files": is_train, "handler": wds.ignore_and_continue}
+    dataset = wt.WebDataset(urls, shardshuffle=5, **options).shuffle(5).map(key_of)
+    dataset = dataset.with_length(21, silent=True)
     epochs = read(dataset, 2, multiprocessing_context="spawn", persistent_workers=True)
-    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls))] * 3
+    assert [sorted(epoch) for epoch in epochs] == [all_keys(urls)] * 3
 
 
 def test_webloader_and_its_fluid_methods(urls: str) -> None:
     dataset = wt.WebDataset(urls, shardshuffle=10).decode().to_tuple("__key__", "cls").batched(4)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=2).unbatched().shuffle(9)
-    assert sorted(key for key, _ in loader) == keys(read_wds(urls))
+    assert sorted(key for key, _ in loader) == all_keys(urls)
     assert len(list(loader.batched(7).with_epoch(10))) == 10
     del loader
     gc.collect()
 
 
-def test_a_set_length_of_epochs_holds_for_each_worker(urls: str) -> None:
-    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of).with_epoch(11)
-    for epoch in read(dataset, 2, persistent_workers=True):
-        assert len(epoch) == 22  # as in webdataset, each worker has this length
-
-
-def test_without_a_splitter_each_worker_reads_all(urls: str) -> None:
-    dataset = wt.WebDataset(urls, workersplitter=None).map(key_of)
-    (first, *_) = read(dataset, 2)
-    assert sorted(first) == sorted(keys(read_wds(urls)) * 2)
+def test_each_worker_or_rank_may_have_its_own_epoch(
+    urls: str, rank: Callable[[int, int], None]
+) -> None:
+    """As in webdataset: a set length holds for each worker, and without a splitter all read all."""
+    lengths = read(wt.WebDataset(urls, shardshuffle=True).map(key_of).with_epoch(11), 2)
+    assert [len(epoch) for epoch in lengths] == [22] * 3
+    (first, *_) = read(wt.WebDataset(urls, workersplitter=None).map(key_of), 2)
+    assert sorted(first) == sorted(all_keys(urls) * 2)
+    rank(1, 2)
+    assert keys(wt.WebDataset(urls, nodesplitter=None)) == all_keys(urls)
 
 
 def test_workers_are_read_from_the_environment(urls: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +156,8 @@ def test_a_pass_in_the_parent_does_not_affect_its_workers(urls: str) -> None:
     dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
     begun = iter(dataset)
     next(begun)
-    for epoch in read(dataset, 2):
-        assert sorted(epoch) == keys(read_wds(urls))
+    assert [sorted(epoch) for epoch in read(dataset, 2)] == [all_keys(urls)] * 3
     assert len(list(begun)) == 20
-
-
-# --- copies ---
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
@@ -158,50 +171,6 @@ def test_copies_count_epochs_independently(tmp_path: Path, ending: str) -> None:
     assert [list(other) for other in copies] == [second] * 2
     shared = dataset.batched(2)  # a fluid method shares the stages before it
     assert [key for batch in shared for key in batch] not in (first, second)
-
-
-# --- ranks ---
-
-
-@pytest.mark.parametrize("splitter", ["default", "split_by_node"])
-@pytest.mark.parametrize("ending", [".tar", ".tgz"])
-def test_ranks_divide_each_epoch(
-    tmp_path: Path, ending: str, splitter: str, rank: Callable[[int, int], None]
-) -> None:
-    urls = write_set(tmp_path / "set", [7, 13, 1], ending)
-    options = {} if splitter == "default" else {"nodesplitter": wds.split_by_node}
-    epochs: list[list[str]] = [[], [], []]
-    counts = []
-    for number in range(3):
-        rank(number, 3)
-        dataset = wt.WebDataset(urls, shardshuffle=True, **options)
-        parts = [keys(dataset) for _ in range(3)]
-        counts += [len(part) for part in parts]
-        for epoch, part in zip(epochs, parts, strict=True):
-            epoch += part
-    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls, nodesplitter=None))] * 3
-    if ending == ".tar":
-        assert set(counts) == {7}
-
-
-def test_ranks_and_workers_together_deliver_every_sample_once(
-    urls: str, rank: Callable[[int, int], None]
-) -> None:
-    delivered: list[list[str]] = [[], [], []]
-    for number in range(2):
-        rank(number, 2)
-        epochs = read(wt.WebDataset(urls, shardshuffle=True).map(key_of), 3)
-        assert all(10 <= len(epoch) <= 11 for epoch in epochs)
-        for epoch, part in zip(delivered, epochs, strict=True):
-            epoch += part
-    assert [sorted(epoch) for epoch in delivered] == [keys(read_wds(urls, nodesplitter=None))] * 3
-
-
-def test_without_a_splitter_each_rank_reads_all(
-    urls: str, rank: Callable[[int, int], None]
-) -> None:
-    rank(1, 2)
-    assert keys(wt.WebDataset(urls, nodesplitter=None)) == keys(read_wds(urls, nodesplitter=None))
 
 
 def every_second(shards: Any) -> Any:
@@ -224,14 +193,7 @@ def test_resampled_ranks_draw_independently(urls: str, rank: Callable[[int, int]
         rank(number, 2)
         drawn.append(keys(wt.WebDataset(urls, resampled=True).with_epoch(400)))
     assert drawn[0] != drawn[1]
-    assert all(set(part) == set(keys(read_wds(urls, nodesplitter=None))) for part in drawn)
-
-
-def test_more_workers_than_samples_deliver_every_sample_once(tmp_path: Path) -> None:
-    shard = write_members(tmp_path / "x.tar", [("a.cls", b"0"), ("b.cls", b"1")])
-    assert [sorted(epoch) for epoch in read(wt.WebDataset(shard).map(key_of), 4)] == [
-        ["a", "b"]
-    ] * 3
+    assert all(set(part) == set(all_keys(urls)) for part in drawn)
 
 
 # --- two DataLoaders over one stream ---
@@ -266,16 +228,15 @@ def test_two_dataloaders_with_equal_seeds_deliver_every_sample_once(tmp_path: Pa
     """`zip` of two DataLoaders over one stream, whose workers begin in any order."""
     urls, starts = write_set(tmp_path / "set", [2] * 10), Starts()
     dataset = wt.WebDataset(urls, shardshuffle=True).map(starts)
+    options: dict[str, Any] = {"batch_size": None, "num_workers": 2, "collate_fn": unchanged}
     iterators = [
         iter(
             torch.utils.data.DataLoader(
                 dataset,
-                batch_size=None,
-                num_workers=2,
-                collate_fn=unchanged,
                 worker_init_fn=starts.worker_of(loader),
                 generator=torch.Generator().manual_seed(0),
                 multiprocessing_context="fork",
+                **options,
             )
         )
         for loader in "ab"
@@ -284,4 +245,4 @@ def test_two_dataloaders_with_equal_seeds_deliver_every_sample_once(tmp_path: Pa
     del iterators
     gc.collect()
     for delivered in zip(*pairs, strict=True):
-        assert sorted(key for key in delivered if key is not None) == keys(read_wds(urls))
+        assert sorted(key for key in delivered if key is not None) == all_keys(urls)
