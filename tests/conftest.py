@@ -36,8 +36,13 @@ def picture(number: int, *, size: tuple[int, int] = (24, 20), kind: str = "PNG")
     rows = np.arange(size[1])[:, None, None] * 3
     columns = np.arange(size[0])[None, :, None] * 5
     pixels = (rows + columns + np.array([number, 7 * number, 13 * number])[None, None, :]) % 256
+    return encoded(Image.fromarray(pixels.astype(np.uint8)), kind, quality=95)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return an image as a file of this format. options: of Pillow."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(buffer, kind, quality=95)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -49,11 +54,8 @@ def images_with_equal_crc32() -> tuple[bytes, bytes]:
     first_by_size_and_crc32: dict[tuple[int, int], bytes] = {}
     random = np.random.default_rng(0)
     while True:
-        buffer = io.BytesIO()
-        Image.fromarray(random.integers(0, 256, (8, 8), np.uint8)).save(
-            buffer, "png", compress_level=0
-        )
-        data = buffer.getvalue()
+        image = Image.fromarray(random.integers(0, 256, (8, 8), np.uint8))
+        data = encoded(image, "png", compress_level=0)
         earlier = first_by_size_and_crc32.setdefault((len(data), zlib.crc32(data)), data)
         if earlier != data:
             return earlier, data

@@ -59,12 +59,8 @@ def test_other_threads_may_close_a_loader_at_any_moment(
     done, ends, wrong = threading.Event(), list[str](), list[Exception]()
     before = threads()
     with serving(tmp_path) as server, switching_often():
-        loader = wt.Loader(
-            server.url if where == "server" else tmp_path,
-            batch_size=4,
-            shuffle_buffer=10,
-            num_workers=workers,
-        )
+        urls = server.url if where == "server" else tmp_path
+        loader = wt.Loader(urls, batch_size=4, shuffle_buffer=10, num_workers=workers)
 
         def close() -> None:
             while not done.wait(0.003):
@@ -76,7 +72,7 @@ def test_other_threads_may_close_a_loader_at_any_moment(
         closing = [threading.Thread(target=close) for _ in range(closers)]
         for closer in closing:
             closer.start()
-        for epoch in range(60):
+        for epoch in range(30):
             count = 0
             try:
                 for batch in loader.epoch(epoch):
@@ -239,14 +235,9 @@ def test_close_ends_a_loop_though_transforms_hang(
     shards, notes = write_shards(tmp_path / "s", [50]), tmp_path / "notes"
     notes.mkdir()
     reading, writing = os.pipe()
-    loader = wt.Loader(
-        shards,
-        transform=Hangs(notes, reading),
-        batch_size=4,
-        num_workers=num_workers,
-        shuffle=False,
-        multiprocessing_context="fork" if num_workers else None,
-    )
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, "shuffle": False}
+    options |= {"multiprocessing_context": "fork"} if num_workers else {}
+    loader = wt.Loader(shards, transform=Hangs(notes, reading), **options)
     delivered = threading.Event()
     thread = looping(loader, ends, delivered)
     assert delivered.wait(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from contextlib import closing
 from itertools import permutations
@@ -17,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
-from tests.conftest import Sample, write_tar
+from tests.conftest import Sample, encoded, write_tar
 from tests.support.outcomes import result_or_refusal
 from wdstrain.augment.gpu import DRAWS, IMAGENET
 from wdstrain.augment.mixing import beta_quantiles
@@ -255,9 +254,7 @@ def test_an_empty_batch_has_the_types_of_full_batches() -> None:
 
 
 def _png(pixels: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.asarray(pixels, np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encoded(Image.fromarray(np.asarray(pixels, np.uint8)), "PNG")
 
 
 @pytest.fixture(scope="module")

@@ -131,11 +131,11 @@ def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
 
 def mapped() -> int:
     """Number of shared memory files that this process has open."""
-    mapped_files = 0
+    count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the folder itself is already closed
-            mapped_files += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
-    return mapped_files
+            count += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
+    return count
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,11 @@ def test_close_releases_memory_without_the_garbage_collector(
             urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
             loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
             served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "failing server")
+            named = set(os.listdir("/dev/shm"))
             for step, _ in enumerate(loader):
                 assert mapped() > before
+                new = set(os.listdir("/dev/shm")) - named  # memory has no names
+                assert not [name for name in new if "wdstrain" in name or "torch" in name]
                 if way == "break" and step == 3:
                     break
             del _
@@ -216,33 +219,12 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
     assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
 
 
-def test_shared_memory_has_no_names(shards: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=2, num_workers=2)
-    for _ in loader:
-        assert {
-            name
-            for name in set(os.listdir("/dev/shm")) - before
-            if "wdstrain" in name or "torch" in name
-        } == set()
-    loader.close()
-
-
 @pytest.mark.slow
 def test_a_container_with_64_mb_of_dev_shm_is_enough(
     tmp_path: Path, in_small_shm: Callable[..., str]
 ) -> None:
-    folder = tmp_path / "pictures"
-    rng = np.random.default_rng(0)
-    output: list[Sample] = []
-    for i in range(64):
-        output.append(
-            (
-                f"s{i:03d}",
-                {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))},
-            )
-        )
-    write_tar(folder / "a.tar", output)
+    folder = tmp_path / "set"
+    write_tar(folder / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
     code = """
 import sys, wdstrain as wt
 class Big:
@@ -264,23 +246,11 @@ def in_small_shm() -> Callable[..., str]:
 
     def run(code: str, *words: str) -> str:
         inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-        command = [
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            inner,
-            "sh",
-            sys.executable,
-            "-c",
-            code,
-            *words,
-        ]
-        probe = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", inner, "sh", "true"], capture_output=True, text=True
-        )
+        mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
+        probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
         if probe.returncode:
             pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
+        command = [*mounting, sys.executable, "-c", code, *words]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -308,20 +278,12 @@ def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
     is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Samples of 3 MB: a rank of many still mixes dozens of them."""
-    folder = holes(tmp_path / "a", [3_000_000] * 32, shards=16)
+    sets = {name: holes(tmp_path / name, [3_000_000] * 32, shards=16) for name in "ab"}
     options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": ranks}
-    if is_mixture:
-        other = holes(tmp_path / "b", [3_000_000] * 32, shards=16)
-        loader = wt.mix({"a": folder, "b": other}, **options)
-    else:
-        loader = wt.Loader(folder, **options)
+    loader = wt.mix(sets, **options) if is_mixture else wt.Loader(sets["a"], **options)
     with contextlib.closing(loader):
-        warned = any(
-            "buffer" in record.getMessage()
-            for record in caplog.records
-            if "scanned" not in record.msg
-        )
-        assert loader.shuffle_buffer * 3 >= 100 or warned
+        notes = [r.getMessage() for r in caplog.records if "scanned" not in r.msg]
+        assert loader.shuffle_buffer * 3 >= 100 or any("buffer" in note for note in notes)
 
 
 _LARGE, _SMALL = 3_000_000, 100  # sizes of samples: one large sample to 99 small ones

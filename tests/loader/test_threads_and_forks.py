@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import multiprocessing
 import os
@@ -13,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset as wds
+from torch.utils.data import DataLoader
 
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
@@ -30,50 +31,34 @@ from tests.support.servers import serving
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 COUNT = 240
-SIDE = 40  # side of the arrays: large enough to be read directly into batch memory
 
 
-def packed(folder: Path) -> Path:
-    def rows() -> Any:
-        for number in range(COUNT):
-            array = io.BytesIO()
-            np.save(array, np.full((SIDE, SIDE), number, np.int32))
-            yield {
-                "__key__": f"k{number:06d}",
-                "x.npy": array.getvalue(),
-                "bin": bytes([number]) * 3000,
-                "cls": number % 7,
-            }
-
-    wt.pack(rows(), str(folder), max_shard_samples=50)
-    return folder
+def sample(number: int, name: str = "k", size: int = 3000) -> dict[str, Any]:
+    """Return a sample whose bytes all encode its number."""
+    return {"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size, "cls": number % 7}
 
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples whose bytes all encode their number."""
-    return packed(tmp_path_factory.mktemp("numbered") / "s")
+    folder = tmp_path_factory.mktemp("numbered") / "s"
+    wt.pack(map(sample, range(COUNT)), str(folder), max_shard_samples=50)
+    return folder
 
 
-FIELDS: dict[str, dict[str, Any] | None] = {
-    "bytes": None,
-    "landing": {"x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32")},
-    "decoded": {
-        "label": wt.label(),
-        "x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32"),
-        "text": wt.text("cls"),
-    },
-}
+class Number:
+    """A field: the number of a sample, read from all its bytes."""
+
+    names, example = ("bin",), wt.Example((), "int64")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        (number,) = set(bytes(data))
+        out[...] = number
 
 
 def check(batch: dict[str, Any]) -> list[str]:
     """Return the keys of a batch after a check of the bytes of each sample."""
     keys: list[str] = batch["__key__"]
-    for row, number in enumerate(int(key[1:]) for key in keys):
-        if isinstance(batch.get("bin"), list) and isinstance(batch["bin"][row], bytes):
-            assert batch["bin"][row] == bytes([number]) * 3000
-        if not isinstance(batch.get("x", []), list):
-            assert (batch["x"][row].numpy() == number).all()
+    assert batch["number"].tolist() == [int(key[1:]) for key in keys]
     return keys
 
 
@@ -84,10 +69,8 @@ class Child:
         context = multiprocessing.get_context("fork")
         self._answer, child_end = context.Pipe(False)
         self._process = context.Process(target=self._run, args=(function, child_end))
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python warns of a fork beside threads
+        with warnings.catch_warnings():  # Python warns of a fork beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         child_end.close()
 
@@ -114,8 +97,7 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
 
     def plan() -> None:
         for epoch in itertools.count():
-            plan = loader.plan(epoch)
-            plan.delivery(0, 0, 1)
+            loader.plan(epoch).delivery(0, 0, 1)
             if stopping.is_set():
                 return
 
@@ -132,7 +114,7 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
 def test_a_pass_of_the_parent_is_refused_in_a_child(
     numbered: Path, num_workers: int, through: str
 ) -> None:
-    loader = wt.Loader(numbered, FIELDS["decoded"], batch_size=20, num_workers=num_workers)
+    loader = wt.Loader(numbered, {"number": Number()}, batch_size=20, num_workers=num_workers)
     begun = loader.epoch(0)
     batches = begun if through == "plain" else wt.to_device(begun, "meta")
 
@@ -201,23 +183,18 @@ def test_threads_that_share_a_pass_have_each_batch_once(
         batches, delivered = loader.epoch(number), list[str]()
         if begun:
             delivered += next(batches)["__key__"]
-        ended = list[bool]()
 
-        def take(
-            batches: Any = batches, delivered: list[str] = delivered, ended: list[bool] = ended
-        ) -> None:
+        def take(batches: Any = batches, delivered: list[str] = delivered) -> bool:
             for batch in batches:
                 delivered.extend(batch["__key__"])
-            ended.append(True)
+            return True
 
-        threads = [threading.Thread(target=take) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(ended) == 4
+        with ThreadPoolExecutor(4) as threads:
+            ended = [threads.submit(take) for _ in range(4)]
+            assert all(each.result(60) for each in ended)
         assert sorted(delivered) == [f"s{i:06d}" for i in range(200)]
-        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (number + 1, 0)
+        state = loader.state_dict()
+        assert (state["epoch"], state["step"]) == (number + 1, 0)
         assert loader.report()["samples"] == 200
     loader.close()
 
@@ -233,21 +210,14 @@ class Dying:
         return bytes(data)
 
 
-@pytest.mark.parametrize(
-    "through", ["plain", "cpu", pytest.param("device", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("through", [None, "cpu", pytest.param("meta", marks=pytest.mark.slow)])
 def test_a_killed_worker_raises_a_clear_error_in_every_way_to_iterate(
-    shards: Path, through: str
+    shards: Path, through: str | None
 ) -> None:
-    loader = wt.Loader(shards, {"label": Dying()}, batch_size=1, num_workers=1)
-    batches = {
-        "plain": lambda: iter(loader),
-        "cpu": lambda: wt.to_device(loader, "cpu"),
-        "device": lambda: wt.to_device(loader, "meta"),
-    }[through]()
-    with pytest.raises(wt.WdstrainError, match="a worker process of the loader died"):
-        list(batches)
-    loader.close()
+    with wt.Loader(shards, {"label": Dying()}, batch_size=1, num_workers=1) as loader:
+        batches = wt.to_device(loader, through) if through else iter(loader)
+        with pytest.raises(wt.WdstrainError, match="a worker process of the loader died"):
+            list(batches)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -255,14 +225,8 @@ def as_it_is(batch: Any) -> Any:
 
 
 def workers_of(dataset: Any, count: int, context: str = "fork", **options: Any) -> Any:
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=count,
-        collate_fn=as_it_is,
-        multiprocessing_context=context,
-        **options,
-    )
+    options |= {"num_workers": count, "multiprocessing_context": context}
+    return DataLoader(dataset, batch_size=None, collate_fn=as_it_is, **options)
 
 
 def epoch_of(samples: Any) -> int:
@@ -287,15 +251,9 @@ def test_a_pass_over_all_workers_is_an_epoch_after_partial_passes(
         return epoch_of(samples()) if whole else int(next(iter(samples()))["__epoch__"])
 
     assert passed(lambda: data, whole=False) == 0
-    for expected, workers, whole in (
-        (1, 2, True),
-        (2, 3, True),
-        (3, 1, True),
-        (4, 3, False),
-        (5, 3, True),
-        (6, 2, True),
-    ):
-        assert passed(lambda workers=workers: workers_of(data, workers), whole) == expected
+    for expected, workers in enumerate((2, 3, 1, 3, 3, 2), 1):
+        is_whole = expected != 4
+        assert passed(lambda workers=workers: workers_of(data, workers), is_whole) == expected
     assert [passed(lambda: lasting) for _ in range(2)] == [7, 8]
     assert passed(lambda: data) == 9
     assert passed(lambda: lasting, whole=False) == 10
@@ -338,10 +296,7 @@ def test_a_child_and_its_parent_share_a_stream(numbered: Path) -> None:
 
 def shards_of(folder: Path, name: str, size: int) -> Path:
     """Write shards of four samples each."""
-    rows = (
-        {"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size}
-        for number in range(COUNT // 2)
-    )
+    rows = (sample(number, name, size) for number in range(COUNT // 2))
     wt.pack(rows, str(folder / name), max_shard_samples=4)
     return folder / name
 
@@ -356,12 +311,8 @@ def test_a_forked_child_does_not_keep_shards_in_a_cache(tmp_path: Path) -> None:
         shards_of(tmp_path / "far", name, 5000)
     sizes = [path.stat().st_size for path in (tmp_path / "far" / "old").glob("*.tar")]
     limit = sum(sizes) + 4 * max(sizes)
-    options: dict[str, Any] = {
-        "batch_size": 4,
-        "shuffle": False,
-        "cache_dir": tmp_path / "cache",
-        "cache_limit": limit,
-    }
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "cache_limit": limit}
+    options |= {"batch_size": 4, "shuffle": False}
     with serving(tmp_path / "far") as server:
         loader = wt.Loader(f"{server.url}/old/index.json", **options)
         batches = iter(loader)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import Sample, quick_and_slow, write_tar
+from tests.conftest import keys_of, quick_and_slow, write_tar
 from tests.support.orders import batch_of, check_reading
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.order.mixture import Mixture
@@ -21,17 +21,9 @@ from wdstrain.order.mixture import Mixture
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
     names = [f"source {i}" for i in range(len(counts))]
-    plan_options = {
-        "seed": 1,
-        "epoch": 0,
-        "batch_size": 4,
-        "world_size": 1,
-        "lanes": None,
-        "window": 10,
-        "shuffle": True,
-        **options,
-    }
-    return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **plan_options)
+    sizes = {"seed": 1, "epoch": 0, "batch_size": 4, "world_size": 1, "lanes": None, "window": 10}
+    sizes |= {"shuffle": True, **options}
+    return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **sizes)
 
 
 class Case(NamedTuple):
@@ -54,20 +46,36 @@ def grid() -> list[Case]:
     ):
         total = sum(weights[: len(counts)])
         shares = [Fraction(weight, total) for weight in weights[: len(counts)]]
+        sizes = {"world_size": world, "lanes": lanes, "batch_size": batch, "window": window}
         try:
-            plan = make(
-                counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window
-            )
+            cases.append(Case(make(counts, shares, **sizes), [sum(c) for c in counts], shares))
         except PlanError:
             continue
-        cases.append(Case(plan, [sum(count) for count in counts], shares))
     return cases
 
 
 GRID = grid()
-for_each = pytest.mark.parametrize(
-    "cases", quick_and_slow([GRID[::5], GRID], 1), ids=["some", "all"]
-)
+
+
+@pytest.mark.parametrize("cases", quick_and_slow([GRID[::5], GRID], 1), ids=["some", "all"])
+def test_batches_are_full_without_repeats_and_shares_exact_within_a_sample_per_lane(
+    cases: list[Case],
+) -> None:
+    """At any step, and lanes read what is delivered."""
+    for plan, samples, fractions in cases:
+        shares, edges = np.array(fractions, float), np.cumsum([0, *samples])
+        taken, ids = np.zeros(len(shares)), list[int]()
+        for step in range(plan.steps):
+            for rank in range(plan.world_size):
+                batch = batch_of(plan, rank, step)
+                assert len(batch) == plan.batch_size
+                taken += np.histogram(batch, edges)[0]
+                ids += batch
+            differences = abs(taken - shares * plan.global_batch * (step + 1))
+            assert (differences <= plan.lane_count).all()
+        assert len(set(ids)) == len(ids) == plan.samples - plan.left_out
+        for rank in range(plan.world_size):
+            check_reading(plan, rank)
 
 
 def turns(shares: list[Fraction], count: int) -> list[int]:
@@ -81,38 +89,13 @@ def turns(shares: list[Fraction], count: int) -> list[int]:
     return sources.tolist()
 
 
-@for_each
-def test_every_batch_is_full_and_no_sample_is_repeated(cases: list[Case]) -> None:
-    for plan, _, _ in cases:
-        ids = []
-        for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
-            sample_ids = batch_of(plan, rank, step)
-            assert len(sample_ids) == plan.batch_size
-            ids += sample_ids
-        assert len(set(ids)) == len(ids) == plan.samples - plan.left_out
-
-
-@for_each
-def test_shares_are_exact_within_one_sample_per_lane_at_any_step(cases: list[Case]) -> None:
-    for plan, samples, fractions in cases:
-        shares, edges = np.array(fractions, float), np.cumsum([0, *samples])
-        taken = np.zeros(len(shares))
-        for step in range(plan.steps):
-            for rank in range(plan.world_size):
-                taken += np.histogram(batch_of(plan, rank, step), edges)[0]
-            differences = abs(taken - shares * plan.global_batch * (step + 1))
-            assert (differences <= plan.lane_count).all()
-
-
 @pytest.mark.parametrize("seed", quick_and_slow(range(40), 6))
 def test_each_source_has_its_share_of_any_number_of_turns_rounded_down_or_up(seed: int) -> None:
     """This holds also for a source that takes one turn in thousands."""
     bits = random.Random(seed)
-    edges = sorted(
-        {0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))}
-    )
-    edges = edges if seed % 2 else sorted({*edges, 1, 7, 65535})
-    shares = [Fraction(high - low, 65536) for low, high in itertools.pairwise(edges)]
+    edges = {0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))}
+    edges |= set() if seed % 2 else {1, 7, 65535}
+    shares = [Fraction(high - low, 65536) for low, high in itertools.pairwise(sorted(edges))]
     sources, count = np.array(turns(shares, 65536)), np.arange(1, 65537)
     for source, share in enumerate(shares):
         taken, exact = np.cumsum(sources == source), count * int(share * 65536)
@@ -128,21 +111,13 @@ def test_golden_turns_never_change() -> None:
 
 def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:
     plan = make([[100], [10]], [Fraction(1, 2), Fraction(1, 2)])
-    assert plan.steps == 5
-    assert plan.left_out == 90
-
-
-@for_each
-def test_lanes_read_what_is_delivered(cases: list[Case]) -> None:
-    for plan, _, _ in cases:
-        for rank in range(plan.world_size):
-            check_reading(plan, rank)
+    assert (plan.steps, plan.left_out) == (5, 90)
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, Path]:
     for name, count in (("a", 40), ("b", 25)):
-        samples: list[Sample] = [(f"{name}{i:03d}", {"cls": b"%d" % i}) for i in range(count)]
+        samples = [(f"{name}{i:03d}", {"cls": b"%d" % i}) for i in range(count)]
         write_tar(tmp_path / name / "x.tar", samples[: count // 2])
         write_tar(tmp_path / name / "y.tar", samples[count // 2 :])
     return {"a": tmp_path / "a", "b": tmp_path / "b"}
@@ -152,37 +127,31 @@ def sources(tmp_path: Path) -> dict[str, Path]:
 def test_a_mixed_loader_delivers_the_source_of_samples_and_resumes(
     sources: dict[str, Path], num_workers: int
 ) -> None:
+    """A weight belongs to the set of its name, in whatever order they are named."""
     fields = {"label": wt.label()}
-    options: dict[str, Any] = {"weights": {"a": 3, "b": 1}, "batch_size": 8, "seed": 4}
-    loader = wt.mix(sources, fields, num_workers=num_workers, **options)
-    epochs = []
-    for _ in range(2):
-        delivered = []
-        for batch in loader:
-            assert batch["__source__"] == [key[0] for key in batch["__key__"]]
-            assert batch["label"].tolist() == [int(key[1:]) for key in batch["__key__"]]
-            delivered.append(batch["__key__"])
-        assert len(delivered) == len(loader) == 6
-        assert Counter(key[0] for keys in delivered for key in keys) == {"a": 36, "b": 12}
-        epochs.append(delivered)
-    assert epochs[0] != epochs[1]
-    loader.close()
-    first = wt.mix(sources, fields, **options)
-    for step, _ in enumerate(first):
-        if step == 2:
-            break
-    second = wt.mix(sources, fields, **options)
-    second.load_state_dict(first.state_dict())
-    assert [batch["__key__"] for batch in second] == epochs[0][3:]
+    options: dict[str, Any] = {"weights": {"b": 1, "a": 3}, "batch_size": 8, "seed": 4}
+    with wt.mix(sources, fields, num_workers=num_workers, **options) as loader:
+        batches = [batch for _ in range(2) for batch in loader]
+    assert len(batches) == 2 * len(loader) == 12
+    for batch in batches:
+        assert batch["__source__"] == [key[0] for key in batch["__key__"]]
+        assert batch["label"].tolist() == [int(key[1:]) for key in batch["__key__"]]
+    first, second = keys_of(batches[:6]), keys_of(batches[6:])
+    assert first != second
+    for epoch in (first, second):
+        assert Counter(key[0] for keys in epoch for key in keys) == {"a": 36, "b": 12}
+    stopped, resumed = wt.mix(sources, fields, **options), wt.mix(sources, fields, **options)
+    for _ in itertools.islice(stopped, 3):
+        pass
+    resumed.load_state_dict(stopped.state_dict())
+    assert keys_of(resumed) == first[3:]
     with pytest.raises(UsageError, match="shares was"):
-        wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
+        wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(stopped.state_dict())
 
 
 def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -> None:
-    counts = Counter(
-        name for batch in wt.mix(sources, batch_size=5) for name in batch["__source__"]
-    )
-    assert counts == {"a": 40, "b": 25}
+    batches = wt.mix(sources, batch_size=5)
+    assert Counter(n for batch in batches for n in batch["__source__"]) == {"a": 40, "b": 25}
 
 
 @pytest.mark.parametrize(
@@ -193,23 +162,11 @@ def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -
         ({"weights": {"a": 1e9, "b": 1}}, "must be at least 1/65536"),
         ({"tail": "pad"}, "mixture ends with the first source"),
         ({"batch_size": 100}, "cannot fill one step of 100"),
+        ({"sources": {}}, "sources is empty"),
     ],
 )
 def test_impossible_mixtures_are_refused(
     sources: dict[str, Path], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        wt.mix(sources, **{"batch_size": 4, **options})
-    with pytest.raises(UsageError, match="sources is empty"):
-        wt.mix({})
-
-
-def test_a_weight_belongs_to_the_set_of_its_name(tmp_path: Path) -> None:
-    """The order in which weights and sets are named makes no difference to the shares."""
-    for name in "ab":
-        write_tar(tmp_path / name / "a.tar", [(f"{name}{i}", {"txt": b"x"}) for i in range(40)])
-    sets = {name: tmp_path / name for name in "ab"}
-    with wt.mix(sets, weights={"b": 3, "a": 1}, batch_size=4) as loader:
-        batches = list(loader)
-    counts = Counter(name for batch in batches for name in batch["__source__"])
-    assert counts["b"] == 3 * counts["a"]
+        wt.mix(**{"sources": sources, "batch_size": 4, **options})

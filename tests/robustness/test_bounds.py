@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import os
 import struct
@@ -26,17 +25,10 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import write_shards, write_tar
+from tests.conftest import encoded, write_shards, write_tar
 from tests.support.servers import Fault, Handler, serving
+from wdstrain import SampleError, ShardError, SourceError, StorageError, UsageError, WdstrainError
 from wdstrain.decode.codecs import decode_image
-from wdstrain.errors import (
-    SampleError,
-    ShardError,
-    SourceError,
-    StorageError,
-    UsageError,
-    WdstrainError,
-)
 from wdstrain.shards.tar_headers import END, header
 
 BESIDE = 16 << 20  # bytes for other work
@@ -96,11 +88,8 @@ def head(name: str = "a.txt", size: bytes = b"00000000000\0", kind: bytes = b"0"
 
 
 def pax(records: bytes, claimed: int | None = None) -> bytes:
-    padded = records + bytes(-len(records) % 512)
-    return (
-        head("././@PaxHeader", b"%011o\0" % (len(records) if claimed is None else claimed), b"x")
-        + padded
-    )
+    size = octal(len(records) if claimed is None else claimed)
+    return head("././@PaxHeader", size, b"x") + records + bytes(-len(records) % 512)
 
 
 def octal(number: int) -> bytes:
@@ -111,59 +100,47 @@ def base256(number: int) -> bytes:
     return b"\x80" + number.to_bytes(11, "big")
 
 
-@pytest.mark.parametrize(
-    ("begin", "words"),
-    [
-        (head(size=b"7" * 12), "ends inside 'a.txt': 68719476735 bytes promised at offset 512"),
-        (head(size=base256(1 << 60)), "ends inside 'a.txt': 1152921504606846976 bytes promised"),
-        (head(size=b"\x80" + b"\xff" * 11), "claims an impossible size at offset 0"),
-        (head(size=b"\xff" * 12), "claims an impossible size at offset 0"),
-        (head(size=b"-0000000001\0"), "must be an octal number"),
-        (head(size=b"0x7fffffff\0"), "must be an octal number"),
-        (head(size=b"99999999999\0"), "must be an octal number"),
-        (pax(b"30 size=99999999999999999999\n") + head(), "claims a size|malformed PAX"),
-        (
-            pax(b"29 size=18446744073709551615\n") + head(),
-            "ends inside 'a.txt': 18446744073709551615 bytes",
-        ),
-        (pax(b"11 size=-1\n") + head(), "claims a size of b'-1' at offset 0"),
-        (pax(b"99999999999 path=x\n") + head(), "malformed PAX header at offset 0"),
-        (pax(b"0 path=x\n") + head(), "malformed PAX header"),
-        (pax(b"-5 path=x\n") + head(), "malformed PAX header"),
-        (pax(b"x" * 512) + head(), "malformed PAX header"),
-        (
-            pax(b"", 1 << 30) + head(),
-            "claims an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit",
-        ),
-        (head(kind=b"S"), "holds the sparse file 'a.txt' at offset 0"),
-        (pax(b"22 GNU.sparse.major=1\n") + head(), "holds the sparse file|malformed PAX"),
-    ],
-    ids=range(17),
-)
+# Headers before one of 'a.txt', and the error.
+OCTAL, PAX = "must be an octal number", "malformed PAX header"
+HEADERS: list[tuple[bytes, str]] = [
+    (head(size=b"7" * 12), "ends inside 'a.txt': 68719476735 bytes promised at offset 512"),
+    (head(size=base256(1 << 60)), "ends inside 'a.txt': 1152921504606846976 bytes promised"),
+    (head(size=b"\x80" + b"\xff" * 11), "claims an impossible size at offset 0"),
+    (head(size=b"\xff" * 12), "claims an impossible size at offset 0"),
+    (head(size=b"-0000000001\0"), OCTAL),
+    (head(size=b"0x7fffffff\0"), OCTAL),
+    (head(size=b"99999999999\0"), OCTAL),
+    (pax(b"30 size=99999999999999999999\n"), "claims a size|malformed PAX"),
+    (pax(b"29 size=18446744073709551615\n"), "ends inside 'a.txt': 18446744073709551615 bytes"),
+    (pax(b"11 size=-1\n"), "claims a size of b'-1' at offset 0"),
+    (pax(b"99999999999 path=x\n"), f"{PAX} at offset 0"),
+    (pax(b"0 path=x\n"), PAX),
+    (pax(b"-5 path=x\n"), PAX),
+    (pax(b"x" * 512), PAX),
+    (pax(b"", 1 << 30), "an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit"),
+    (head(kind=b"S"), "holds the sparse file 'a.txt' at offset 0"),
+    (pax(b"22 GNU.sparse.major=1\n"), "holds the sparse file|malformed PAX"),
+]
+
+
+@pytest.mark.parametrize(("begin", "words"), HEADERS, ids=range(len(HEADERS)))
 def test_impossible_headers_are_refused_with_their_offset(
     tmp_path: Path, begin: bytes, words: str
 ) -> None:
+    begin += head() if b"PaxHeader" in begin else b""
     (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
     with pytest.raises(ShardError, match=words):
         wt.Loader(tmp_path / "a.tar")
 
 
-def test_links_devices_and_folders_are_skipped_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(
-        b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, 7)) + head("k.txt") + END
-    )
-    index = wt.Loader(tmp_path / "a.tar", batch_size=1).index
-    assert [index.key(i) for i in range(len(index))] == ["k"]
-    assert sum(index.info["ignored"].values()) == 6
-
-
-def test_skipped_members_of_a_replaced_shard_are_counted_once(tmp_path: Path) -> None:
-    """A cached scan of the shard that it replaces does not count."""
-    for count in (1, 2):
-        links = b"".join(head(f"{i}.txt", kind=b"2") for i in range(count))
+def test_links_devices_and_folders_are_skipped_and_counted_once(tmp_path: Path) -> None:
+    """A cached scan of a shard that was replaced does not count."""
+    for count in (1, 6):
+        links = b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, count + 1))
         (tmp_path / "a.tar").write_bytes(links + head("k.txt") + END)
         index = wt.Loader(tmp_path / "a.tar", batch_size=1).index
-    assert sum(index.info["ignored"].values()) == 2
+        assert [index.key(i) for i in range(len(index))] == ["k"]
+        assert sum(index.info["ignored"].values()) == count
 
 
 def test_a_tar_in_a_tar_is_delivered_as_bytes(tmp_path: Path) -> None:
@@ -175,30 +152,19 @@ def test_a_tar_in_a_tar_is_delivered_as_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"])
 def test_compressed_tars_are_refused(tmp_path: Path, kind: str) -> None:
-    begins = {
-        "gz": b"\x1f\x8b\x08",
-        "bz2": b"BZh91AY&SY",
-        "xz": b"\xfd7zXZ\0",
-        "zst": b"\x28\xb5\x2f\xfd",
-        "lz4": b"\x04\x22\x4d\x18",
-    }
-    data = (
-        gzip.compress(bytes(10_000))
-        if kind[-2:] == "gz"
-        else begins[kind.rpartition(".")[2]].ljust(4096, b"x")
-    )
+    begins = {"bz2": b"BZh91AY&SY", "xz": b"\xfd7zXZ\0", "zst": b"\x28\xb5\x2f\xfd"}
+    begins |= {"lz4": b"\x04\x22\x4d\x18"}
+    begin = begins.get(kind.rpartition(".")[2])
+    data = gzip.compress(bytes(10_000)) if begin is None else begin.ljust(4096, b"x")
     (tmp_path / f"a.{kind}").write_bytes(data)
-    with pytest.raises(
-        ShardError, match=f"a.{kind} is a .* file, not a plain tar; .* Unpack it first"
-    ):
+    plain = "is a .* file, not a plain tar"
+    with pytest.raises(ShardError, match=f"a.{kind} {plain}; .* Unpack it first"):
         wt.Loader(tmp_path / f"a.{kind}")
-    with pytest.raises(
-        UsageError,
-        match=f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar",
-    ):
+    compressed = f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar"
+    with pytest.raises(UsageError, match=compressed):
         wt.Loader(tmp_path)
     (tmp_path / "b.tar").write_bytes(data)  # under any name
-    with pytest.raises(ShardError, match="b.tar is a .* file, not a plain tar"):
+    with pytest.raises(ShardError, match=f"b.tar {plain}"):
         wt.Loader(tmp_path / "b.tar")
 
 
@@ -211,19 +177,15 @@ def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
         file.write(head("k.bin", base256(size)))
         file.seek(512 + size)
         file.write(END)
-    with pytest.raises(
-        ShardError,
-        match=f"a.tar: 'k' at offset 0 has {size + 512} bytes, and a sample is held as a whole",
-    ):
+    refused = f"a.tar: 'k' at offset 0 has {size + 512} bytes, and a sample is held as a whole"
+    with pytest.raises(ShardError, match=refused):
         next(iter(wt.Loader(path, batch_size=1)))
 
 
 def test_batches_larger_than_memory_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k", {"png": b"x"})])
-    with pytest.raises(
-        WdstrainError,
-        match="bytes of memory cannot be reserved .* Lower shuffle_buffer= or batch_size=",
-    ):
+    refused = "bytes of memory cannot be reserved .* Lower shuffle_buffer= or batch_size="
+    with pytest.raises(WdstrainError, match=refused):
         next(iter(wt.Loader(tmp_path, {"image": wt.image(size=50_000_000)}, batch_size=1)))
 
 
@@ -243,9 +205,8 @@ def test_names_that_are_not_utf8_are_delivered_unchanged(tmp_path: Path) -> None
         (batch,) = wt.Loader(tmp_path, batch_size=1)
         assert batch == {"__key__": ["k\udcff"], "a\udcfe": [b"x"], "b": [b"y"]}
     wt.index(tmp_path)
-    assert json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["wdstrain"][
-        "fields"
-    ] == ["a\udcfe", "b"]
+    document = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
+    assert document["wdstrain"]["fields"] == ["a\udcfe", "b"]
     (batch,) = wt.Loader(tmp_path, batch_size=1, num_workers=1)
     assert batch["a\udcfe"] == [b"x"]
 
@@ -256,19 +217,18 @@ def test_names_that_are_not_utf8_are_delivered_unchanged(tmp_path: Path) -> None
 def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
     """Write shards that contain only headers."""
     folder.mkdir(exist_ok=True)
-    (folder / "keys.tar").write_bytes(
-        b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END
-    )
-    (folder / "fields.tar").write_bytes(
-        b"".join(header(f"k.{i % 60_000:07d}", 0) for i in range(min(members, 60_000))) + END
-    )
-    (folder / "links.tar").write_bytes(head(kind=b"2") * members + header("k.a", 0) + END)
-    (folder / "headers.tar").write_bytes(
-        pax(b"20 comment=aaaaaaaa\n") * (members // 2) + header("k.a", 0) + END
-    )
+    few, end = min(members, 60_000), header("k.a", 0) + END
     name = b"1048576 path=" + b"a/" * 524_280 + b"k.a"
     long = pax(b"%b\n" % name.ljust(1_048_575, b"a"))
-    (folder / "names.tar").write_bytes((long + head()) * (members // 10_000) + END)
+    shards = {
+        "keys": b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END,
+        "fields": b"".join(header(f"k.{i:07d}", 0) for i in range(few)) + END,
+        "links": head(kind=b"2") * members + end,
+        "headers": pax(b"20 comment=aaaaaaaa\n") * (members // 2) + end,
+        "names": (long + head()) * (members // 10_000) + END,
+    }
+    for name_, data in shards.items():
+        (folder / f"{name_}.tar").write_bytes(data)
     return [(path, "") for path in sorted(folder.glob("*.tar"))]
 
 
@@ -282,91 +242,66 @@ def test_memory_of_a_scan_is_bounded_by_its_headers(tmp_path: Path, members: int
         assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, message)
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
 def png_claiming(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-        )
+        body = kind + data
+        return len(data).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
 
     size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    ihdr, idat = (
-        chunk(b"IHDR", size + b"\x08\x02\0\0\0"),
-        chunk(b"IDAT", zlib.compress(bytes(1000))),
-    )
+    ihdr = chunk(b"IHDR", size + b"\x08\x02\0\0\0")
+    idat = chunk(b"IDAT", zlib.compress(bytes(1000)))
     return b"\x89PNG\r\n\x1a\n" + ihdr + idat + chunk(b"IEND", b"")
 
 
 SIDE = 2500
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 @pytest.mark.slow
 def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
     """Most files have a few KB; memory is a hundredth of that of the largest allowed image."""
-    cases = []
-    exif = Image.Exif()
+    cases, exif = [], Image.Exif()
     exif[274] = 6
-    output: dict[str, Callable[[], bytes]] = {
-        f"png-{mode.replace(';', '')}": lambda mode=mode: encoded(
-            Image.new(mode, (SIDE, SIDE)), "PNG"
-        )  # type: ignore[misc]
-        for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-    }
-    rgb = Image.new("RGB", (SIDE, SIDE))
-    output |= {
-        "jpeg": lambda: encoded(rgb, "JPEG"),
-        "jpeg-progressive": lambda: encoded(rgb, "JPEG", progressive=True),
-        "jpeg-progressive-444": lambda: encoded(
-            rgb, "JPEG", progressive=True, subsampling=0, exif=exif
-        ),
-        "jpeg-progressive-cmyk": lambda: encoded(
-            Image.new("CMYK", (SIDE, SIDE)), "JPEG", progressive=True, subsampling=0
-        ),
-        "tiff-deep": lambda: encoded(
-            Image.new("I;16", (SIDE, SIDE)), "TIFF", compression="tiff_adobe_deflate"
-        ),
-        "jpeg-turned": lambda: encoded(rgb, "JPEG", exif=exif),
-        "jpeg-cmyk": lambda: encoded(Image.new("CMYK", (SIDE, SIDE)), "JPEG"),
-        "gif": lambda: encoded(rgb, "GIF"),
-        "gif-many": lambda: encoded(
-            rgb,
-            "GIF",
-            save_all=True,
-            append_images=[Image.new("RGB", (SIDE, SIDE), i) for i in range(3)],
-        ),
-        "bmp": lambda: encoded(rgb, "BMP"),
-        "tiff": lambda: encoded(rgb, "TIFF", compression="tiff_lzw"),
-        "webp": lambda: encoded(rgb, "WEBP"),
-    }
-    if "AVIF" in Image.SAVE:
-        output["avif"] = lambda: encoded(rgb, "AVIF", speed=10)
-    for name, make in output.items():
-        cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {"img": make()})]), "image"))
+    more = [Image.new("RGB", (SIDE, SIDE), i) for i in range(3)]
+    fine: dict[str, Any] = {"progressive": True, "subsampling": 0}
+    # name, mode, format, and options of Pillow
+    files: list[tuple[str, str, str, dict[str, Any]]] = [
+        *((f"png-{mode.replace(';', '')}", mode, "PNG", {}) for mode in MODES),
+        ("jpeg", "RGB", "JPEG", {}),
+        ("jpeg-progressive", "RGB", "JPEG", {"progressive": True}),
+        ("jpeg-progressive-444", "RGB", "JPEG", {**fine, "exif": exif}),
+        ("jpeg-progressive-cmyk", "CMYK", "JPEG", fine),
+        ("tiff-deep", "I;16", "TIFF", {"compression": "tiff_adobe_deflate"}),
+        ("jpeg-turned", "RGB", "JPEG", {"exif": exif}),
+        ("jpeg-cmyk", "CMYK", "JPEG", {}),
+        ("gif", "RGB", "GIF", {}),
+        ("gif-many", "RGB", "GIF", {"save_all": True, "append_images": more}),
+        ("bmp", "RGB", "BMP", {}),
+        ("tiff", "RGB", "TIFF", {"compression": "tiff_lzw"}),
+        ("webp", "RGB", "WEBP", {}),
+        *([("avif", "RGB", "AVIF", {"speed": 10})] if "AVIF" in Image.SAVE else []),
+    ]
+    for name, mode, kind, options in files:
+        data = encoded(Image.new(mode, (SIDE, SIDE)), kind, **options)
+        cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {"img": data})]), "image"))
     for (name, _), (peak, message) in probed(cases).items():
-        data = (tmp_path / name).stat().st_size
+        size = (tmp_path / name).stat().st_size
         assert message == "", (name, message)
         each = PER_PIXEL * (5 / 3 if name.startswith(("webp", "avif")) else 1)
-        assert peak < each * SIDE * SIDE + 6 * data + BESIDE, (name, peak)
+        assert peak < each * SIDE * SIDE + 6 * size + BESIDE, (name, peak)
 
 
 def test_images_with_huge_claimed_sizes_take_no_memory(
     tmp_path: Path, data: Callable[[str], Path]
 ) -> None:
+    bmp = encoded(Image.new("RGB", (8, 8)), "BMP")[:18] + (65535).to_bytes(4, "little") * 2
+    tiff, huge = encoded(Image.new("L", (60000, 8)), "TIFF"), (65535).to_bytes(2, "little")
     claims = {
         "png": png_claiming(65535, 65535),
         "png-max": png_claiming((1 << 31) - 1, (1 << 31) - 1),
         "ppm": b"P6 65535 65535 255\n" + bytes(1000),
-        "bmp": encoded(Image.new("RGB", (8, 8)), "BMP")[:18]
-        + (65535).to_bytes(4, "little") * 2
-        + bytes(1000),
-        "tiff": encoded(Image.new("L", (60000, 8)), "TIFF").replace(
-            (8).to_bytes(2, "little"), (65535).to_bytes(2, "little")
-        ),
+        "bmp": bmp + bytes(1000),
+        "tiff": tiff.replace((8).to_bytes(2, "little"), huge),
     }
     for name in ("max_size.jpg", "decompression_bomb.gif", "png_decompression_dos.png"):
         claims[name] = (data("difficult") / name).read_bytes()
@@ -387,12 +322,11 @@ def test_a_jpeg_with_thousands_of_scans_is_refused(tmp_path: Path) -> None:
     data = encoded_image[:last] + encoded_image[last:-2] * 1000 + encoded_image[-2:]
     assert len(data) < 100_000
     write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
-    with pytest.raises(
-        SampleError,
-        match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels would take too long",
-    ):
+    scans = "1005 scans of 16000000 pixels"
+    slow = f"'k', field 'jpg' at offset 512: {scans} would take too long"
+    with pytest.raises(SampleError, match=slow):
         list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
-    with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
+    with pytest.raises(SourceError, match=scans):
         wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
     assert decode_image(encoded_image).shape == (4000, 4000, 3)
 
@@ -408,27 +342,11 @@ def test_tiles_larger_than_their_image_are_refused() -> None:
 
     def tiled(width: int, height: int) -> bytes:
         tile = zlib.compress(bytes(width * height))
-        entries = {
-            256: 16,
-            257: 16,
-            258: 8,
-            259: 8,
-            262: 1,
-            277: 1,
-            322: width,
-            323: height,
-            324: 8,
-            325: len(tile),
-        }
+        entries = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height}
+        entries |= {324: 8, 325: len(tile)}
         rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries.items())
-        return (
-            b"II*\0"
-            + struct.pack("<I", 8 + len(tile))
-            + tile
-            + struct.pack("<H", len(entries))
-            + rows
-            + bytes(4)
-        )
+        start = struct.pack("<I", 8 + len(tile))
+        return b"II*\0" + start + tile + struct.pack("<H", len(entries)) + rows + bytes(4)
 
     assert decode_image(tiled(16, 16)).shape == decode_image(tiled(256, 256)).shape == (16, 16, 3)
     with pytest.raises(SampleError, match="tiles of 4096 x 2048 pixels for a picture of 16 x 16"):
@@ -437,13 +355,8 @@ def test_tiles_larger_than_their_image_are_refused() -> None:
 
 def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
     text = head_.encode().ljust(117) + b"\n"
-    return (
-        b"\x93NUMPY"
-        + version
-        + len(text).to_bytes(2 if version[0] == 1 else 4, "little")
-        + text
-        + bytes(64)
-    )
+    size = len(text).to_bytes(2 if version[0] == 1 else 4, "little")
+    return b"\x93NUMPY" + version + size + text + bytes(64)
 
 
 @pytest.mark.slow
@@ -534,9 +447,8 @@ def test_an_index_with_a_shard_larger_than_any_disk_is_refused(tmp_path: Path) -
     (folder / "index.json").write_text(json.dumps(document))
     with serving(folder) as server:
         loader = wt.Loader(server.url, batch_size=4, cache_dir=tmp_path / "cache")
-        with pytest.raises(
-            ShardError, match=r"its index says 4611686018427387903: it was cut or changed"
-        ):
+        says = r"its index says 4611686018427387903: it was cut or changed"
+        with pytest.raises(ShardError, match=says):
             next(iter(loader))
         loader.close()
     assert not list((tmp_path / "cache").rglob("*.tar*"))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -41,18 +42,16 @@ from wdstrain.training.weights import FORMAT, read_checkpoint
 def survived(*words: str, times: int) -> None:
     """Check that the script reports all faults with these words in their names as survived."""
     run = [sys.executable, "-m", "tests.fault_injection.run", *words, "--times", str(times)]
-    done = subprocess.run(
-        run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(run, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines()[1:-1] if line[:1].strip()]
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert rows
     for row in rows:
-        row_counts = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
-        assert (row_counts is not None and row_counts[1] == row_counts[2]) or row.endswith(
-            "no disk can be mounted here"
-        ), row
+        counts = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
+        is_survived = counts is not None and counts[1] == counts[2]
+        assert is_survived or row.endswith("no disk can be mounted here"), row
     assert done.stdout.splitlines()[-1].startswith("all survived")
 
 
@@ -74,27 +73,14 @@ def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
     flushing = "    sync(temporary)\n"
     assert text.count(flushing) == 1
     (broken / "storage" / "files.py").write_text(text.replace(flushing, ""))
-    run = [
-        sys.executable,
-        "-m",
-        "tests.fault_injection.run",
-        "power-cut checkpoint",
-        "--times",
-        "12",
-    ]
-    done = subprocess.run(
-        run,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-    )
+    run = [sys.executable, "-m", "tests.fault_injection.run", "power-cut checkpoint"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment}
+    done = subprocess.run([*run, "--times", "12"], capture_output=True, text=True, **options)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not all survived" in done.stdout
-    assert re.search(
-        r"again: python -m tests.fault_injection.run 'power-cut checkpoint writing' --seed 0 --only \d+",
-        done.stdout,
-    )
+    again = "again: python -m tests.fault_injection.run 'power-cut checkpoint writing'"
+    assert re.search(rf"{again} --seed 0 --only \d+", done.stdout)
 
 
 # --- conversions ---
@@ -104,12 +90,10 @@ def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Pa
     """Both streams were spilled, and no shard was written; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
-    options: Any = {"max_shard_samples": 40, "resume": True}
 
-    def pack(name: str, out: str) -> wt.Index:
-        return wt.convert_arrays(
-            {"x": str(tmp_path / f"{name}.npy")}, str(tmp_path / out), **options
-        )
+    def pack(name: str, out: str) -> None:
+        source = {"x": str(tmp_path / f"{name}.npy")}
+        wt.convert_arrays(source, str(tmp_path / out), max_shard_samples=40, resume=True)
 
     with ended_at("replace", r"/train-\d+\.tar"):
         pack("one", "out")
@@ -127,13 +111,17 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
             path = tmp_path / name / "a" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture(value, kind="JPEG").ljust(2000, b"\0"))
-    options: Any = {"max_shard_samples": 3, "resume": True}
+
+    def convert(name: str, out: str) -> None:
+        source = str(tmp_path / name)
+        wt.convert_folder(source, str(tmp_path / out), max_shard_samples=3, resume=True)
+
     with ended_at("replace", r"/commit\.json"):
-        wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
+        convert("one", "out")
     with ended_at("replace", r"\.tar\.part"):
-        wt.convert_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
-    wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
-    wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
+        convert("two", "out")
+    convert("one", "out")
+    convert("one", "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -277,9 +265,8 @@ def test_replacing_a_shard_without_checksums_during_use_raises(
     loader = wt.Loader(folder, batch_size=2, shuffle=False)
     data = (folder / "part-001.tar").read_bytes()
     replaced(folder / "part-001.tar", data.replace(b"sample 1", b"SAMPLE 1"), keep_time=keep_time)
-    with pytest.raises(
-        ShardError, match="part-001.tar was written to or replaced since it was opened first"
-    ):
+    changed = "part-001.tar was written to or replaced since it was opened first"
+    with pytest.raises(ShardError, match=changed):
         list(loader)
     loader.close()
     assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # the new shard
@@ -287,11 +274,9 @@ def test_replacing_a_shard_without_checksums_during_use_raises(
 
 def test_all_samples_of_a_replaced_shard_are_bad_and_counted(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [8, 8])
+    shard = folder / "part-001.tar"
     loader = wt.Loader(folder, batch_size=2, shuffle=False, on_error="replace", max_errors=0.6)
-    replaced(
-        folder / "part-001.tar",
-        (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"),
-    )
+    replaced(shard, shard.read_bytes().replace(b"sample 1", b"SAMPLE 1"))
     actual = [text for batch in loader for text in batch["txt"]]
     assert loader.report()["bad"] == 8
     assert len(actual) == 16
@@ -329,12 +314,8 @@ def test_a_shard_that_changes_while_it_is_indexed_raises_and_is_not_cached(tmp_p
 
 
 def state(step: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "model": {"w": torch.full((4,), float(step))},
-        "config": {},
-        "task": {},
-    }
+    weights = {"w": torch.full((4,), float(step))}
+    return {"format": FORMAT, "model": weights, "config": {}, "task": {}}
 
 
 def test_the_best_checkpoint_gets_its_name_before_the_last(tmp_path: Path) -> None:
@@ -432,22 +413,44 @@ def test_a_part_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
 # --- workers ---
 
 
-class Hungry:
+ADVICE = "there was no memory for it; if the sample is sound, lower num_workers or batch_size"
+
+
+class Reads:
+    """A field that reads whatever a function returns."""
+
     names, example = ("cls",), None
 
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
-        raise MemoryError
+        return self._function()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_out_of_memory_is_an_error_with_advice(shards: Path, num_workers: int) -> None:
-    loader = wt.Loader(shards, {"label": Hungry()}, batch_size=4, num_workers=num_workers)
-    with pytest.raises(
-        SampleError,
-        match="there was no memory for it; if the sample is sound, lower num_workers or batch_size",
+def hungry() -> Any:
+    raise MemoryError
+
+
+def huge() -> Any:
+    """Return a sparse array; a batch of them is larger than any address space."""
+    return np.broadcast_to(np.int64(0), (1 << 46,))
+
+
+@pytest.mark.parametrize(
+    ("value", "num_workers", "message"),
+    [(hungry, 0, ADVICE), (hungry, 1, ADVICE), (huge, 0, "there was no memory to make a batch")],
+)
+def test_out_of_memory_is_an_error_with_advice(
+    shards: Path, value: Any, num_workers: int, message: str
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers}
+    with (
+        wt.Loader(shards, {"x": Reads(value)}, **options) as loader,
+        pytest.raises(WdstrainError, match=message) as raised,
     ):
         list(loader)
-    loader.close()
+    assert value is huge or isinstance(raised.value, SampleError)
 
 
 _LIMITED = """
@@ -473,24 +476,7 @@ except wt.SampleError as error:
 def test_a_worker_without_memory_at_its_first_sample_reports_it(shards: Path) -> None:
     """A thread that the worker starts at that moment never begins, and Python waits for it."""
     done = ended(_LIMITED, shards)
-    advice = "there was no memory for it; if the sample is sound, lower num_workers or batch_size"
-    assert advice in done.out, done.err
-
-
-class Huge:
-    """Sparse arrays; a batch of them is larger than any address space."""
-
-    names, example = ("cls",), None
-
-    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
-        return np.broadcast_to(np.int64(0), (1 << 46,))
-
-
-def test_a_batch_that_does_not_fit_in_memory_is_an_error_with_advice(shards: Path) -> None:
-    loader = wt.Loader(shards, {"huge": Huge()}, batch_size=4)
-    with pytest.raises(WdstrainError, match="there was no memory to make a batch"):
-        list(loader)
-    loader.close()
+    assert ADVICE in done.out, done.err
 
 
 def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> None:
@@ -513,9 +499,7 @@ def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> Non
         assert reached
         assert signal.getsignal(signal.SIGCHLD) == handler
         with DeferSignals():
-            signal.signal(
-                signal.SIGCHLD, signal.SIG_DFL
-            )  # the program sets its own handler meanwhile, as torch does
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program's own handler, as torch's
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, former)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,14 +74,10 @@ def packed(
     for number, name in enumerate(names):
         kind = Path(name).suffix[1:].lower()
         kind = kind if kind in EXTENSIONS else {"mpo": "jpg", "apng": "png"}[kind]
-        samples.append(
-            (f"{number:03d}", {kind: (folder / name).read_bytes(), "name": name.encode()})
-        )
-        samples += (
-            [(f"{number:03d}-sound", {"png": between, "name": b"sound"})]
-            if between is not None
-            else []
-        )
+        data = (folder / name).read_bytes()
+        samples.append((f"{number:03d}", {kind: data, "name": name.encode()}))
+        if between is not None:
+            samples.append((f"{number:03d}-sound", {"png": between, "name": b"sound"}))
     write_tar(out / "a.tar", samples)
     return names
 
@@ -95,36 +92,25 @@ def test_readable_files_have_the_right_pixels(
     folder = data("difficult")
     names = packed(folder, tmp_path, lambda fate: fate.startswith("ok"))
     loader = wt.Loader(tmp_path, FIELDS, batch_size=1, shuffle=False, num_workers=num_workers)
-    pixels_by_name = {
-        batch["name"][0]: np.asarray(batch["image"][0]).transpose(1, 2, 0) for batch in loader
-    }
+    pixels_by_name = {b["name"][0]: np.asarray(b["image"][0]).transpose(1, 2, 0) for b in loader}
     loader.close()
     assert list(pixels_by_name) == names
+    # torchvision does not rotate these
+    turned = {"hopper_orientation_6.webp": -1, "xmp_tags_orientation.png": 2}
     compared = 0
     for name, pixels in pixels_by_name.items():
-        if not (judged / f"{name}.npy").exists():
-            continue
-        turned = {
-            "hopper_orientation_6.webp": -1,
-            "xmp_tags_orientation.png": 2,
-        }  # torchvision does not rotate these
-        reference = np.rot90(np.load(judged / f"{name}.npy"), turned.get(name, 0))
-        assert pixels.shape == reference.shape, name
-        assert np.array_equal(pixels, reference), (
-            name,
-            np.abs(pixels.astype(int) - reference).max(),
-        )
-        compared += 1
+        if (judged / f"{name}.npy").exists():
+            reference = np.rot90(np.load(judged / f"{name}.npy"), turned.get(name, 0))
+            assert pixels.shape == reference.shape, name
+            assert np.array_equal(pixels, reference), name
+            compared += 1
     assert compared >= 40
     # Formats that torchvision cannot read: the same image in another file, or read by hand.
     deep = (folder / "hopper_16bit.pgm").read_bytes()[-128 * 128 * 2 :]
     by_hand = np.frombuffer(deep, ">u2").reshape(128, 128) >> 8
     assert np.array_equal(pixels_by_name["hopper_16bit.pgm"], np.repeat(by_hand[:, :, None], 3, 2))
-    for name, like in (
-        ("hopper.bmp", "hopper.jpg"),
-        ("hopper.avif", "hopper.jpg"),
-        ("iss634.webp", "iss634.apng"),
-    ):
+    likes = {"hopper.bmp": "hopper.jpg", "hopper.avif": "hopper.jpg", "iss634.webp": "iss634.apng"}
+    for name, like in likes.items():
         assert np.abs(pixels_by_name[name].astype(int) - pixels_by_name[like]).mean() < 6, name
 
 
@@ -135,15 +121,8 @@ def test_unreadable_files_are_bad_samples_and_affect_no_other(
     folder = data("difficult")
     assert (judged / "broken_data_stream.png.died").exists()  # it kills torchvision's decoder
     names = packed(folder, tmp_path, lambda fate: not fate.startswith("ok"), between=picture(7))
-    loader = wt.Loader(
-        tmp_path,
-        FIELDS,
-        batch_size=2,
-        shuffle=False,
-        num_workers=num_workers,
-        on_error="replace",
-        max_errors=1.0,
-    )
+    options: dict[str, Any] = {"num_workers": num_workers, "on_error": "replace", "max_errors": 1.0}
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=2, shuffle=False, **options)
     batches = list(loader)
     assert [batch["name"] for batch in batches] == [["sound", "sound"]] * len(names)
     assert all(torch.equal(*batch["image"]) for batch in batches)  # no partial image is delivered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import multiprocessing
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, write_shards, write_tar
+from tests.conftest import write_picture_shards, write_shards
 from tests.support.servers import Handler, serving
 from wdstrain.loader.stats import EpochStats, Finding
 
@@ -45,11 +44,8 @@ class Listener(logging.Handler):
 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., Listener]]:
-    logger, listeners, level = (
-        logging.getLogger("wdstrain"),
-        list[Listener](),
-        logging.getLogger("wdstrain").level,
-    )
+    logger, listeners = logging.getLogger("wdstrain"), list[Listener]()
+    level = logger.level
     logger.setLevel(logging.INFO)
 
     def begin(then: Callable[[str], None] = lambda _: None) -> Listener:
@@ -103,16 +99,9 @@ def test_a_stall_is_logged_with_stage_samples_and_stack(
         gate.gate.touch()
 
     log = listen(open_gate)
-    loader = wt.Loader(
-        shards,
-        transform=gate,
-        batch_size=3,
-        num_workers=workers,
-        multiprocessing_context=context,
-        patience=0.3,
-    )
-    assert sum(len(batch["__key__"]) for batch in loader) == 21  # the slow batch is delivered
-    loader.close()
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context}
+    with wt.Loader(shards, transform=gate, batch_size=3, patience=0.3, **options) as loader:
+        assert sum(len(b["__key__"]) for b in loader) == 21  # the slow batch is delivered
     message = log.messages[-1]
     assert "Stage decode: the awaited samples are " in message
     assert STUCK in message
@@ -137,22 +126,13 @@ def test_a_stopped_worker_does_not_outlive_its_loader(
             os.kill(os.getpid(), signal.SIGSTOP)
         return {"length": len(sample["txt"])}
 
-    loader = wt.Loader(
-        shards,
-        transform=transform,
-        batch_size=3,
-        num_workers=1,
-        multiprocessing_context="fork",
-        shuffle=False,
-    )
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    loader = wt.Loader(shards, transform=transform, batch_size=3, shuffle=False, **options)
     next(iter(loader))
     (worker,) = multiprocessing.active_children()
     taken.touch()
-    end = time.monotonic() + 30
-    while (
-        Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
-        and time.monotonic() < end
-    ):
+    stat, end = Path(f"/proc/{worker.pid}/stat"), time.monotonic() + 30
+    while ") T " not in stat.read_text() and time.monotonic() < end:
         time.sleep(0.005)
     loader.close()  # torch waits 5 s and kills the worker; the fixture checks for leftovers
 
@@ -171,9 +151,8 @@ def test_silent_storage_is_logged_with_shard_and_offset(
 
     with serving(tmp_path / "far") as served:
         served.faults += [silent]
-        loader = wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3)
-        assert sum(len(batch["__key__"]) for batch in loader) == 20
-        loader.close()
+        with wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3) as loader:
+            assert sum(len(batch["__key__"]) for batch in loader) == 20
     (message,) = [text for text in log.messages if "Stage read" in text][:1]
     assert ".tar is being read at offset 0" in message
     assert "http.py" in capfd.readouterr().err  # the thread that waits for the server
@@ -186,10 +165,9 @@ def test_no_stall_is_logged_while_batches_arrive_or_the_loop_is_busy(
     for batch in wt.Loader(shards, batch_size=5, patience=0.05):
         busy.wait(0.2)  # four times the stall limit, in the loop itself
         del batch
-    silent = wt.Loader(shards, batch_size=5, patience=0)
-    next(iter(silent))
-    assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
-    silent.close()
+    with wt.Loader(shards, batch_size=5, patience=0) as silent:
+        next(iter(silent))
+        assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
     assert log.messages == []
     with pytest.raises(wt.UsageError, match="patience=-1: must be a number of seconds >= 0"):
         wt.Loader(shards, patience=-1)
@@ -227,104 +205,75 @@ def test_seconds_are_counted_for_the_stage_that_took_them(tmp_path: Path) -> Non
     shards = write_shards(tmp_path / "shards", [20])
     wt.index(shards)
 
-    def seconds(loader: wt.Loader, pause: float = 0) -> dict[str, float]:
-        for batch in loader:
-            time.sleep(pause)
-            del batch
-        loader.close()
-        report = loader.report()
-        assert (
-            report["wait_seconds"] + 0.005
-            > report["parse_seconds"] + report["shuffle_seconds"] + report["handoff_seconds"]
-        )
-        return {
-            name: value
-            for name, value in report.items()
-            if name.endswith("_seconds") and name != "wait_seconds"
-        }
+    def seconds(pause: float = 0, urls: Any = shards, **options: Any) -> dict[str, float]:
+        with wt.Loader(urls, batch_size=5, **options) as loader:
+            for batch in loader:
+                time.sleep(pause)
+                del batch
+        took = {n: v for n, v in loader.report().items() if n.endswith("_seconds")}
+        parts = ("parse_seconds", "shuffle_seconds", "handoff_seconds")
+        assert took.pop("wait_seconds") + 0.005 > sum(took[name] for name in parts)
+        return took
 
+    stages = {f"{name}_seconds" for name in ("read", "decode", "collate", "copy", "loop")}
     for workers in (0, 1):
         measured = {
-            "decode_seconds": seconds(
-                wt.Loader(shards, {"txt": SlowField()}, batch_size=5, num_workers=workers)
-            ),
-            "collate_seconds": seconds(
-                wt.Loader(shards, transform=SlowToStack(), batch_size=5, num_workers=workers)
-            ),
-            "loop_seconds": seconds(wt.Loader(shards, batch_size=5, num_workers=workers), 0.03),
+            "decode_seconds": seconds(fields={"txt": SlowField()}, num_workers=workers),
+            "collate_seconds": seconds(transform=SlowToStack(), num_workers=workers),
+            "loop_seconds": seconds(0.03, num_workers=workers),
         }
         for stage, took in measured.items():
             assert took[stage] >= 0.08, (workers, stage, took)
-            others = {
-                "read_seconds",
-                "decode_seconds",
-                "collate_seconds",
-                "copy_seconds",
-                "loop_seconds",
-            } - {stage}
-            assert max(took[name] for name in others) < took[stage] / 2, (workers, stage, took)
+            others = max(took[name] for name in stages - {stage})
+            assert others < took[stage] / 2, (workers, stage, took)
 
     with serving(shards) as served:
         served.delay = 0.1
-        took = seconds(wt.Loader(f"{served.url}/index.json", batch_size=5))
+        took = seconds(urls=f"{served.url}/index.json")
     assert min(took["read_seconds"], took["shuffle_seconds"]) >= 0.08
     assert took["decode_seconds"] + took["collate_seconds"] + took["handoff_seconds"] < 0.08
 
 
+def passed(batches: Any) -> None:
+    for _ in batches:
+        pass
+
+
 def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Listener]) -> None:
     log = listen()
-    loader = wt.Loader(shards, batch_size=5)
-    for _ in range(2):
+    with wt.Loader(shards, batch_size=5) as loader:
+        for batches in (loader, loader, wt.to_device(loader, "cpu")):
+            passed(batches)
         for _batch in loader:
-            pass
-    for _batch in wt.to_device(loader, "cpu"):
-        pass
-    for _batch in loader:
-        break  # an interrupted epoch is not logged
-    loader.close()
-    assert [line.partition(",")[0] for line in log.lines] == [
-        f"epoch {i}: 20 samples" for i in range(3)
-    ]
+            break  # an interrupted epoch is not logged
+    titles = [line.partition(",")[0] for line in log.lines]
+    assert titles == [f"epoch {i}: 20 samples" for i in range(3)]
     for line in log.lines:
         assert "\n" not in line
         assert len(line) <= 120
-        for word in ("MB", "samples/s", "waited"):
-            assert word in line
+        assert all(word in line for word in ("MB", "samples/s", "waited"))
         assert "bound" in line or "no bottleneck" in line
 
 
 def test_the_log_line_and_the_report_name_bad_samples(
     tmp_path: Path, listen: Callable[..., Listener]
 ) -> None:
-    bad = {"<b>k03</b>": b"no picture"}
-    samples = [(f"k{i:02d}", {"png": picture(i), "cls": b"0"}) for i in range(20)]
-    samples[3] = ("<b>k03</b>", {"png": bad["<b>k03</b>"], "cls": b"0"})
-    write_tar(tmp_path / "shards" / "a.tar", samples)
-    log = listen()
-    loader = wt.Loader(
-        tmp_path / "shards",
-        {"image": wt.image(size=8)},
-        batch_size=5,
-        on_error="replace",
-        max_errors=0.5,
-    )
-    for _batch in loader:
-        pass
-    loader.close()
+    write_picture_shards(tmp_path, [20], bad=[3])
+    log, options = listen(), {"on_error": "replace", "max_errors": 0.5}
+    with wt.Loader(tmp_path, {"image": wt.image(size=8)}, batch_size=5, **options) as loader:
+        passed(loader)
     report = loader.report()
     line, bad_line = log.lines
     assert ", 1 bad; " in line
     assert bad_line == "epoch 0: bad samples: 1 x png: no image of a known format"
-    assert report["bad_samples"][0]["key"] == "<b>k03</b>"
+    assert report["bad_samples"][0]["key"] == "s003"
     assert json.loads(json.dumps(report)) == report
 
 
 def test_waiting_and_computing_decoders_are_distinguished(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", [40])
-    loader = wt.Loader(tmp_path / "shards", {"txt": SlowField()}, batch_size=10)
-    for _batch in loader:
-        pass
-    loader.close()
+    write_shards(tmp_path, [40])
+    with wt.Loader(tmp_path, {"txt": SlowField()}, batch_size=10) as loader:
+        passed(loader)
     report = loader.report()
     assert report["compute_seconds"] < 0.4 * report["decode_seconds"]
     assert "Decoding waits: it computes in" in report["verdict"]
@@ -334,63 +283,22 @@ def test_waiting_and_computing_decoders_are_distinguished(tmp_path: Path) -> Non
 
 def test_reasons_that_differ_in_quoted_values_are_counted_together() -> None:
     meter = EpochStats()
-    meter.add_bad(
-        [
-            Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number")
-            for i in range(500)
-        ]
-    )
+    quoted = (f"'label {i}' is not a whole number" for i in range(500))
+    meter.add_bad([Finding("a.tar", f"k{i}", "cls", i, text) for i, text in enumerate(quoted)])
     assert meter.bad_reasons == {"cls: is not a whole number": 500}
     meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
     assert len(meter.bad_reasons) <= 21
     assert sum(meter.bad_reasons.values()) == 1000
-    meter.epoch, meter.samples, meter.batches, meter.bytes, meter.retries = (
-        10**6,
-        10**12,
-        10**10,
-        10**18,
-        10**6,
-    )
+    meter.epoch = meter.retries = 10**6
+    meter.samples, meter.batches, meter.bytes = 10**12, 10**10, 10**18
     meter.wait_seconds = meter.decode_seconds = 1e7
     assert len(meter.line) <= 120
     assert len(meter.bad_line) <= 120
 
 
-def test_descriptors_are_closed_with_the_loader(shards: Path) -> None:
-    def count() -> int:
-        for _ in range(3):
-            loader = wt.Loader(
-                shards,
-                batch_size=3,
-                num_workers=1,
-                transform=Short(),
-                multiprocessing_context="fork",
-            )
-            next(iter(loader))
-            loader.close()
-            del loader
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    if not os.path.exists("/proc/self/fd"):
-        pytest.skip("this system does not list descriptors")
-    assert count() == count()
-
-
-class Short:
-    def __call__(self, sample: dict[str, Any]) -> dict[str, int]:
-        return {"length": len(sample["txt"])}
-
-
 def test_a_slow_transfer_is_the_bottleneck() -> None:
-    meter = EpochStats(
-        samples=100,
-        batches=100,
-        handoff_seconds=3.0,
-        parse_seconds=1.0,
-        wait_seconds=5.0,
-        loop_seconds=1.0,
-    )
+    seconds = {"handoff_seconds": 3.0, "parse_seconds": 1.0, "wait_seconds": 5.0}
+    meter = EpochStats(samples=100, batches=100, loop_seconds=1.0, **seconds)
     assert meter.verdict.startswith(
         "input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches"
     )
