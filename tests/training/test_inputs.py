@@ -31,12 +31,10 @@ def png(number: int, side: int = 8) -> bytes:
 
 
 def sample(number: int) -> dict[str, Any]:
-    return {
-        "__key__": f"{number:03d}",
-        "png": png(number),
-        "x.npy": np.full(3, number / 40, np.float32),
-        "cls": number % 3,
-        "json": {"age": number / 2, "kind": number % 3, "tags": CLASSES[: number % 3]},
+    entries = {"age": number / 2, "kind": number % 3, "tags": CLASSES[: number % 3]}
+    array = np.full(3, number / 40, np.float32)
+    return {"__key__": f"{number:03d}", "png": png(number), "x.npy": array, "cls": number % 3} | {
+        "json": entries
     }
 
 
@@ -143,31 +141,25 @@ def test_several_inputs_are_keyword_arguments(shards: Sets, tmp_path: Path) -> N
 def test_a_model_of_several_inputs_is_resumed_scored_predicted_and_exported(
     shards: Sets, tmp_path: Path
 ) -> None:
-    done = train(shards, tmp_path / "run", model=Both, fields=SEVERAL)
-    train(shards, tmp_path / "two", model=Both, fields=SEVERAL, epochs=1)
-    two = train(shards, tmp_path / "two", model=Both, fields=SEVERAL, resume=True)
-    assert not same(done, two)  # one more epoch in a schedule of one epoch
-    val, last = shards.val, checkpoint(tmp_path / "run")
     inputs: dict[str, Any] = {"model": Both, "fields": SEVERAL}
+    train(shards, tmp_path / "run", epochs=1, **inputs)
+    done = train(shards, tmp_path / "run", resume=True, **inputs)
+    val, last = shards.val, checkpoint(tmp_path / "run")
     assert wt.evaluate(last, val, **inputs)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
     wt.predict(last, val, tmp_path / "p.csv", probabilities=True, **inputs)
     wt.export(last, tmp_path / "m.pt2", model=Both)
     program: Any = torch.export.load(tmp_path / "m.pt2").module()
     rows = rows_of(tmp_path / "p.csv")
     assert [row["key"] for row in rows] == [f"{n:03d}" for n in range(24, 40)]
-    for row in rows:
-        n = int(row["key"])
+    for n, row in enumerate(rows, 24):
         pixels = torch.from_numpy(decoded(png(n)).copy())[None].float()
         x, age = torch.full((1, 3), n / 40), torch.tensor([n / 2])
         shares = program(pixels, x, age).softmax(1)[0].tolist()
         assert [float(row[f"label_{name}"]) for name in CLASSES] == pytest.approx(shares, abs=1e-5)
         assert row["label_true"] == CLASSES[n % 3]
     about = json.loads((tmp_path / "m.pt2.json").read_text())["inputs"]
-    assert [(i["name"], i["shape"]) for i in about] == [
-        ("image", [None, 3, 8, 8]),
-        ("x", [None, 3]),
-        ("age", [None]),
-    ]
+    shapes = {"image": [None, 3, 8, 8], "x": [None, 3], "age": [None]}
+    assert {own["name"]: own["shape"] for own in about} == shapes
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(1))
     with pytest.raises(wt.UsageError, match="image files give one input, and the model has 3"):
@@ -252,38 +244,30 @@ def test_class_numbers_as_inputs_are_those_of_training(tmp_path: Path) -> None:
     assert predicted["train"] == predicted["val"]
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        wt.array("x.npy", shape=(4,), dtype="float32"),
-        wt.array("x.npy", shape=(3,), dtype="int64"),
-        wt.number("json.height"),
-    ],
-)
-def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path, field: Any) -> None:
-    with pytest.raises(wt.SampleError, match="No good sample"):
-        train(shards, tmp_path / "run", model=One, fields={"image": field})
+def test_fields_that_read_no_sample_are_refused(shards: Sets, tmp_path: Path) -> None:
+    long, whole = (
+        wt.array("x.npy", shape=(n,), dtype=t) for n, t in ((4, "float32"), (3, "int64"))
+    )
+    for field in (long, whole, wt.number("json.height")):
+        with pytest.raises(wt.SampleError, match="No good sample"):
+            train(shards, tmp_path / "run", model=One, fields={"image": field})
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_options_that_need_one_input_are_refused_with_several_inputs(
+    shards: Sets, tmp_path: Path
+) -> None:
+    other = {**SEVERAL, "x": wt.array("x.npy", shape=(3,), dtype="float64")}
+    refusals: list[tuple[dict[str, Any], str]] = [
         ({"model": One}, r"does not take the keyword arguments image, x, age .*unexpected keyword"),
         ({"mixup": 0.2}, "need a single input"),
         ({"image_size": 32}, "image_size=32 has no effect with fields="),
         ({"val_fields": {"image": wt.image(size=8)}}, "the fields give image: uint8"),
-        (
-            {"val_fields": {**SEVERAL, "x": wt.array("x.npy", shape=(3,), dtype="float64")}},
-            "x: float64",
-        ),
-    ],
-)
-def test_options_that_need_one_input_are_refused_with_several_inputs(
-    shards: Sets, tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(wt.UsageError, match=words):
-        train(shards, tmp_path / "run", **{"model": Both, "fields": SEVERAL, **options})
+        ({"val_fields": other}, "x: float64"),
+    ]
+    for options, words in refusals:
+        with pytest.raises(wt.UsageError, match=words):
+            train(shards, tmp_path / "run", **{"model": Both, "fields": SEVERAL, **options})
     assert not (tmp_path / "run").exists()
 
 

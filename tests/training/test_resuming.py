@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +24,23 @@ import wdstrain as wt
 from tests.conftest import flags, picture, write_class_folder
 from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
+from tests.support.small_runs import last
 from wdstrain.cli import main
-from wdstrain.errors import StorageError, UsageError
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.training.distributed import Stopped
 from wdstrain.training.run import read_last
-from wdstrain.training.train import TrainResult, train
+from wdstrain.training.train import train
 from wdstrain.training.weights import read_checkpoint
 
 # Every part with a state of its own: dropout, momentum, an average, mixed images, accumulated
 # gradients, batch norms.
-OPTIONS: dict[str, Any] = {
-    "model": "tests.training.test_resuming:dropping",
-    "epochs": 2,
-    "batch_size": 8,
-    "accumulate": 2,
-    "image_size": 16,
-    "augment": "rrc+flip+trivialaugment",
-    "optimizer": "sgd",
-    "lr": 0.05,
-    "schedule": "cosine",
-    "warmup": 0.5,
-    "ema": 0.9,
-    "mixup": 0.2,
-    "clip_norm": 1.0,
-    "deterministic": True,
-    "checkpoint_every": 2,
-}
-RESUME = (
-    "--resume",
-    "--model",
-    str(OPTIONS["model"]),
-)  # a function is called only if the command line names it
+OPTIONS: dict[str, Any] = {"model": "tests.training.test_resuming:dropping", "epochs": 2}
+OPTIONS |= {"batch_size": 8, "accumulate": 2, "image_size": 16, "checkpoint_every": 2}
+OPTIONS |= {"augment": "rrc+flip+trivialaugment", "mixup": 0.2, "deterministic": True}
+OPTIONS |= {"optimizer": "sgd", "lr": 0.05, "schedule": "cosine", "warmup": 0.5, "clip_norm": 1.0}
+OPTIONS |= {"ema": 0.9}
+# a function is called only if the command line names it
+RESUME = ("--resume", "--model", str(OPTIONS["model"]))
 
 
 def dropping(outputs: int) -> torch.nn.Module:
@@ -88,29 +75,18 @@ def undisturbed(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, undisturbed: Path) -> None:
     """Check that weights, averages, optimizer, metrics and lines are equal, except seconds."""
-    actual, expected = (
-        read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, undisturbed)
+    actual, expected = (read_checkpoint(str(last(folder))) for folder in (out, undisturbed))
+    for name in ("model", "raw", "optimizer"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
+    histories = [[timeless(line) for line in of["state"]["history"]] for of in (actual, expected)]
+    assert histories[0] == histories[1]
+    metrics, steps = (
+        [json.loads(line) for line in (out / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "steps.jsonl")
     )
-    for name in ("model", "raw"):
-        assert list(actual[name]) == list(expected[name])
-        for key, value in expected[name].items():
-            assert torch.equal(actual[name][key], value), f"{name}: {key}"
-    for state_entry, expected_entry in zip(
-        actual["optimizer"]["state"].values(), expected["optimizer"]["state"].values(), strict=True
-    ):
-        assert torch.equal(state_entry["momentum_buffer"], expected_entry["momentum_buffer"])
-    assert [timeless(line) for line in actual["state"]["history"]] == [
-        timeless(line) for line in expected["state"]["history"]
-    ]
-    lines = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (out, undisturbed)
-    ]
-    assert lines[0] == actual["state"]["history"]
-    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
-    assert [(line["epoch"], line["step"]) for line in steps] == sorted(
-        {(line["epoch"], line["step"]) for line in steps}
-    )
+    assert metrics == actual["state"]["history"]
+    places = [(line["epoch"], line["step"]) for line in steps]
+    assert places == sorted(set(places))
     assert not [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
 
 
@@ -132,13 +108,17 @@ def words_of(pets: Path, out: Path) -> list[str]:
     return [sys.executable, *words, *flags(OPTIONS)]
 
 
-def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:
-    """Return a training process that has reached a point."""
+def begun(pets: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    """Return a training process that has written its first checkpoint."""
     process = subprocess.Popen(
-        words_of(pets, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*words_of(pets, out), *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while not is_time() and process.poll() is None and time.monotonic() < deadline:
+    first, deadline = out / "checkpoints" / "step-00000002.pt", time.monotonic() + 60
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     return process
 
@@ -148,7 +128,7 @@ def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
+    process = begun(pets, out)
     process.kill()
     process.communicate()
     before = position(out)
@@ -160,11 +140,8 @@ def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint
         "torch.save = lambda *_: (save(*_), os.kill(os.getpid(), signal.SIGKILL))\n"
         "from wdstrain.cli import main; main(sys.argv[1:])"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", code, "train", *RESUME, "--out", str(out)],
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-c", code, "train", *RESUME, "--out", str(out)]
+    killed = subprocess.run(words, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
     assert position(out) == before
@@ -172,14 +149,16 @@ def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint
     same(out, undisturbed)
 
 
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_terminated_run_writes_a_checkpoint_and_resumes_to_the_same_bits(
-    pets: Path, undisturbed: Path, tmp_path: Path
+    pets: Path, undisturbed: Path, tmp_path: Path, workers: str
 ) -> None:
+    """Worker processes, which get the signal too, live until the checkpoint is written."""
     out = tmp_path / "run"
-    process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
-    process.send_signal(signal.SIGTERM)
+    process = begun(pets, out, "--num-workers", workers)
+    os.killpg(process.pid, signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM, stderr
     assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in stderr
     assert main(["train", str(pets), *RESUME, "--out", str(out)]) == 0
     same(out, undisturbed)
@@ -201,13 +180,9 @@ class At:
 
 
 def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signal.SIGUSR1) -> None:
+    display = At(title, done, lambda: os.kill(os.getpid(), number))
     with pytest.raises(Stopped) as raised:
-        train(
-            str(pets),
-            out,
-            progress=At(title, done, lambda: os.kill(os.getpid(), number)),
-            **OPTIONS,
-        )
+        train(str(pets), out, progress=display, **OPTIONS)
     assert raised.value.status == 128 + number
 
 
@@ -215,43 +190,33 @@ def test_a_run_resumes_with_other_workers_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     stopped_at(pets, tmp_path / "run", "training", 13, signal.SIGINT)
-    train(
-        str(pets),
-        tmp_path / "run",
-        resume=True,
-        **{**OPTIONS, "num_workers": 2, "checkpoint_every": 0, "keep": 1},
-    )
+    other = {"num_workers": 2, "checkpoint_every": 0, "keep": 1}
+    train(str(pets), tmp_path / "run", resume=True, **{**OPTIONS, **other})
     same(tmp_path / "run", undisturbed)
 
 
 def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
-    pets: Path, undisturbed: Path, tmp_path: Path
+    pets: Path, tmp_path: Path
 ) -> None:
-    options = {**OPTIONS, "epochs": 1}
-    train(str(pets), tmp_path / "run", **options)
-    before = (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes()
-    resumed = train(str(pets), tmp_path / "run", resume=True, **options)
-    assert len(resumed.epochs) == 1
-    assert (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes() == before
-    more = train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
+    out, options = tmp_path / "run", {**OPTIONS, "epochs": 1}
+    train(str(pets), out, **options)
+    before = last(out).read_bytes()
+    assert len(train(str(pets), out, resume=True, **options).epochs) == 1
+    assert last(out).read_bytes() == before
+    more = train(str(pets), out, resume=True, **OPTIONS)
     assert [line["epoch"] for line in more.epochs] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
+def test_a_run_with_other_options_is_not_resumed(pets: Path, undisturbed: Path) -> None:
+    files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
+    before = [path.stat().st_mtime_ns for path in files]
+    for other, words in (
         ({"model": "small"}, "model was 'tests.training.test_resuming:dropping', is 'small'"),
         ({"lr": 0.1, "seed": 3}, "seed was 0, is 3"),
         ({"batch_size": 4}, "batch_size was 8, is 4"),
-    ],
-)
-def test_a_run_with_other_options_is_not_resumed(
-    pets: Path, undisturbed: Path, other: dict[str, Any], words: str
-) -> None:
-    files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
-    before = [path.stat().st_mtime_ns for path in files]
-    with pytest.raises(UsageError, match=words):
-        train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
+    ):
+        with pytest.raises(UsageError, match=words):
+            train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
     assert [path.stat().st_mtime_ns for path in files] == before
 
 
@@ -259,24 +224,17 @@ def test_other_data_and_another_model_of_the_same_name_are_refused(
     pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
-    split = {"train": 0.8, "val": 0.2}
-    wt.convert_folder(tmp_path / "png", tmp_path / "shards", split=split)
+    other, split = tmp_path / "shards", {"train": 0.8, "val": 0.2}
+    wt.convert_folder(tmp_path / "png", other, split=split)
+    options = {**OPTIONS, "resume": True}
     with pytest.raises(UsageError, match="the validation data differ"):
-        train(str(tmp_path / "shards"), undisturbed, resume=True, **OPTIONS)
+        train(str(other), undisturbed, **options)
     with pytest.raises(UsageError, match="another order: data was"):
-        train(
-            f"{tmp_path}/shards/train-*.tar",
-            undisturbed,
-            val=f"{pets}/val-*.tar",
-            resume=True,
-            **OPTIONS,
-        )
-    monkeypatch.setattr(
-        "tests.training.test_resuming.dropping",
-        lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs)),
-    )
+        train(f"{other}/train-*.tar", undisturbed, val=f"{pets}/val-*.tar", **options)
+    make = lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs))  # noqa: E731
+    monkeypatch.setattr("tests.training.test_resuming.dropping", make)
     with pytest.raises(UsageError, match="the checkpoint is of another model: .*Unexpected key"):
-        train(str(pets), undisturbed, resume=True, **OPTIONS)
+        train(str(pets), undisturbed, **options)
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
@@ -296,26 +254,23 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
 def test_a_failed_checkpoint_is_a_warning_and_a_failed_last_one_an_error(
     pets: Path, tmp_path: Path
 ) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    fails = iter([True, False, True, False])
+    def failing(fails: Iterator[bool]) -> Callable[[], None]:
+        def replaced() -> None:
+            if next(fails, False):
+                raise OSError(errno.ENOSPC, "No space left on device")
 
-    def sometimes() -> None:
-        if next(fails, False):
-            raise full
+        return replaced
 
-    def always() -> None:
-        raise full
-
-    seen = At("", 0, lambda: None)
-    with watched_calls("replace", r"step-\d+\.pt", sometimes):
-        train(str(pets), tmp_path / "run", progress=seen, **{**OPTIONS, "epochs": 1})
+    seen, options = At("", 0, lambda: None), {**OPTIONS, "epochs": 1}
+    with watched_calls("replace", r"step-\d+\.pt", failing(iter([True, False, True, False]))):
+        train(str(pets), tmp_path / "run", progress=seen, **options)
     warning = "cannot be written: No space left on device. Earlier checkpoints are intact."
     assert sum(warning in line for line in seen.lines) == 2
     with (
-        watched_calls("replace", r"\.pt", always),
+        watched_calls("replace", r"\.pt", failing(repeat(True))),
         pytest.raises(StorageError, match="No space left on device"),
     ):
-        train(str(pets), tmp_path / "full", **{**OPTIONS, "epochs": 1})
+        train(str(pets), tmp_path / "full", **options)
 
 
 def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) -> None:
@@ -323,10 +278,9 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
         with pytest.raises(UsageError, match="another process is training into"):
             train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
 
-    done: TrainResult = train(
-        str(pets), tmp_path / "run", progress=At("training", 4, second), **OPTIONS
-    )
-    assert len(done.epochs) == 2
+    display = At("training", 4, second)
+    done = train(str(pets), tmp_path / "run", progress=display, **{**OPTIONS, "epochs": 1})
+    assert len(done.epochs) == 1
 
 
 def test_checkpoints_are_written_at_time_intervals(
@@ -334,9 +288,8 @@ def test_checkpoints_are_written_at_time_intervals(
 ) -> None:
     options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
     train(str(pets), tmp_path / "run", **options)
-    steps = [
-        f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)
-    ]  # optimizer steps end here
+    ends = (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)  # of steps of the optimizer
+    steps = [f"step-{step:08d}.pt" for step in ends]
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
     same(tmp_path / "run", undisturbed)
 
@@ -348,29 +301,6 @@ def test_a_checkpoint_of_another_format_is_refused(undisturbed: Path, tmp_path: 
         read_checkpoint(str(tmp_path / "old.pt"))
     with pytest.raises(UsageError, match="Give one of them"):
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)
-
-
-@pytest.mark.slow
-def test_workers_survive_a_signal_to_all_processes_until_the_checkpoint(
-    pets: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    words = [*words_of(pets, out), "--num-workers", "1"]
-    process = subprocess.Popen(
-        words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
-    while (
-        not (out / "checkpoints" / "step-00000002.pt").exists()
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, stderr
-    train(str(pets), out, resume=True, **OPTIONS)
-    same(out, undisturbed)
 
 
 def test_a_run_resumes_beside_unknown_files(pets: Path, tmp_path: Path) -> None:
@@ -386,79 +316,53 @@ def test_a_run_resumes_beside_unknown_files(pets: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save({"model": {}, "config": {}, "task": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(UsageError, match="is no checkpoint of a run"):
-        read_checkpoint(str(tmp_path / "evil.pt"))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: Path) -> None:
-    train(str(pets), tmp_path / "run", **{**OPTIONS, "keep": 3})
-    names = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
-    assert names[:2] == ["best.pt", "last.pt"]
-    assert len(names) == 5
-
-
 def test_a_nan_loss_ends_the_run_without_a_checkpoint(pets: Path, tmp_path: Path) -> None:
-    from wdstrain.errors import WdstrainError
-
-    options = {
-        **OPTIONS,
-        "lr": 1e30,
-        "clip_norm": 0.0,
-        "schedule": "constant",
-        "warmup": 0.0,
-        "checkpoint_every": 0,
-    }
+    plain = {"clip_norm": 0.0, "schedule": "constant", "warmup": 0.0, "checkpoint_every": 0}
     with pytest.raises(
         WdstrainError, match="the loss is not finite at step .* of epoch 1/2. Lower lr="
     ):
-        train(str(pets), tmp_path / "run", **options)
-    assert not [
-        name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.endswith(".pt")
-    ]
+        train(str(pets), tmp_path / "run", **{**OPTIONS, **plain, "lr": 1e30})
+    names = os.listdir(tmp_path / "run" / "checkpoints")
+    assert not [name for name in names if name.endswith(".pt")]
 
 
-@pytest.mark.parametrize("requests", [30, 43, 60])  # of about 75 in an epoch
-def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
-    requests: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    bits = random.Random(0)
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `shards` of 72 samples of 20 KB, and an undisturbed run on them."""
+    folder, bits = tmp_path_factory.mktemp("padded"), random.Random(0)
     rows = (
         {"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)}
         for n in range(72)
     )
-    wt.pack(rows, tmp_path / "shards", max_shard_samples=24)
-    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0, "accumulate": 1}
-    train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
+    wt.pack(rows, folder / "shards", max_shard_samples=24)
+    train(str(folder / "shards"), folder / "undisturbed", **SERVED)
+    return folder
+
+
+SERVED = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0, "accumulate": 1}
+
+
+@pytest.mark.parametrize("requests", [30, 43, 60])  # of about 75 in an epoch
+def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
+    requests: int, padded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     small_and_quick(monkeypatch, 16 << 10)
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     out = tmp_path / "run"
-    with serving(tmp_path / "shards") as server:
+    with serving(padded / "shards") as server:
         server.faults += [*[fine()] * requests, *[status(503)] * 100_000]
-        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(options)]
+        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(SERVED)]
         assert main(words) == 1
-        at = position(out)
+        at, stderr = position(out), capsys.readouterr().err
         assert at["step"] > 0
-        stderr = capsys.readouterr().err
-        assert (
-            f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written. Resume continues from it."
-            in stderr
-        )
+        place = f"epoch {at['epoch'] + 1}/2, step {at['step']}"
+        assert f"A checkpoint of {place}, was written. Resume continues from it." in stderr
         assert re.search("did not arrive in .* status 503", stderr)
         server.faults.clear()
         monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
         assert main([*words, *RESUME]) == 0
     assert f"resuming at epoch {at['epoch'] + 1}, step {at['step']}" in capsys.readouterr().err
-    same(out, tmp_path / "undisturbed")
+    same(out, padded / "undisturbed")
 
 
 def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> None:
@@ -489,19 +393,36 @@ def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> N
 def test_a_validation_that_loses_its_server_is_repeated_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wt.pack(
-        ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24)),
-        tmp_path / "shards",
-    )
+    rows = ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24))
+    wt.pack(rows, tmp_path / "shards")
     urls, options = str(tmp_path / "shards"), {**OPTIONS, "checkpoint_every": 0, "epochs": 1}
     train(urls, tmp_path / "undisturbed", val=urls, **options)
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     out = tmp_path / "run"
     with serving(tmp_path / "shards") as server:
+        val = f"{server.url}/index.json"
         server.faults += [status(503)] * 100_000
         with pytest.raises(StorageError, match=r"did not arrive in .* status 503"):
-            train(urls, out, val=f"{server.url}/index.json", **options)
-        assert (position(out)["epoch"], position(out)["step"]) == (0, 3)
+            train(urls, out, val=val, **options)
+        assert position(out) == {"epoch": 0, "step": 3}
         server.faults.clear()
-        train(urls, out, val=f"{server.url}/index.json", resume=True, **options)
+        train(urls, out, val=val, resume=True, **options)
     same(out, tmp_path / "undisturbed")
+
+
+def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"model": {}, "config": {}, "task": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UsageError, match="is no checkpoint of a run"):
+        read_checkpoint(str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: Path) -> None:
+    train(str(pets), tmp_path / "run", **{**OPTIONS, "keep": 3})
+    names = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
+    assert names[:2] == ["best.pt", "last.pt"]
+    assert len(names) == 5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import io
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +22,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import wdstrain as wt
+from tests.support.outcomes import result_or_refusal
 from tests.support.small_runs import (
     SMALL,
     Bias,
@@ -31,7 +34,6 @@ from tests.support.small_runs import (
     saved,
     small_image,
     two_classes,
-    unless_refused,
 )
 from wdstrain.cli import main
 
@@ -56,21 +58,24 @@ STILL: dict[str, Any] = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay"
 FALLING = (6.0, 3.0, 1.0, 0.0)  # outputs whose error falls in each epoch
 
 
+def fallen(halves: Path, out: Path, **options: Any) -> wt.TrainResult:
+    """Return a run whose error falls in each of four epochs."""
+    given = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], **options}
+    return wt.train(halves, out, val=halves, **given)
+
+
 def rmse() -> dict[str, Any]:
-    return {"rmse": torchmetrics.MeanSquaredError(squared=False)}
+    return {"metrics": {"rmse": torchmetrics.MeanSquaredError(squared=False)}, "monitor": "rmse"}
 
 
 def test_the_best_epoch_by_an_error_metric_has_the_least_error(
     halves: Path, tmp_path: Path
 ) -> None:
     lines = Lines()
-    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], "progress": lines}
-    options |= {"metrics": rmse(), "monitor": "rmse"}
-    run = wt.train(halves, tmp_path / "run", val=halves, **options)
+    run = fallen(halves, tmp_path / "run", progress=lines, **rmse())
     seen = [line["val"]["rmse"] for line in run.epochs]
-    assert seen[0] > 2 * seen[-1]
     assert run.best is not None
-    assert run.best["rmse"] == min(seen)
+    assert run.best["rmse"] == min(seen) == seen[-1] < seen[0] / 2
     assert "best.pt is of epoch 4" in lines.text
     assert "lowest" in lines.text
 
@@ -81,8 +86,7 @@ def test_the_best_epoch_by_an_error_metric_has_the_least_error(
 def test_a_falling_error_metric_is_an_improvement(
     halves: Path, tmp_path: Path, option: dict[str, Any]
 ) -> None:
-    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], **option}
-    run = wt.train(halves, tmp_path / "run", val=halves, metrics=rmse(), monitor="rmse", **options)
+    run = fallen(halves, tmp_path / "run", **rmse(), **option)
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4
 
 
@@ -90,9 +94,8 @@ def test_the_direction_of_a_metric_holds_for_one_of_several_labels(tmp_path: Pat
     labels = [wt.Label(name, "number", "json", name) for name in "xy"]
     samples = ({"png": small_image(i), "json": {"x": i % 2, "y": i % 2}} for i in range(16))
     wt.pack(samples, tmp_path / "set", labels=labels)
-    options = {**STILL, "epochs": 4, "label": "x,y", "callbacks": [Bias(FALLING)]}
-    options |= {"metrics": {"y/rmse": rmse()["rmse"]}, "monitor": "y/rmse"}
-    run = wt.train(tmp_path / "set", tmp_path / "run", val=tmp_path / "set", **options)
+    options = {"label": "x,y", "metrics": {"y/rmse": rmse()["metrics"]["rmse"]}}
+    run = fallen(tmp_path / "set", tmp_path / "run", monitor="y/rmse", **options)
     assert run.best is not None
     assert run.best["y/rmse"] == min(line["val"]["y/rmse"] for line in run.epochs)
 
@@ -106,16 +109,13 @@ class Undirected(torchmetrics.MeanSquaredError):
 def test_a_metric_without_a_direction_is_refused_as_the_monitor(
     halves: Path, tmp_path: Path
 ) -> None:
-    options = {**STILL, "metrics": {"odd": Undirected()}, "monitor": "odd"}
     with pytest.raises(wt.UsageError, match="odd.*(min|max)"):
-        wt.train(halves, tmp_path / "run", val=halves, **options)
+        fallen(halves, tmp_path / "run", metrics={"odd": Undirected()}, monitor="odd")
 
 
 def test_a_metric_of_which_more_is_better_keeps_its_direction(halves: Path, tmp_path: Path) -> None:
-    options = {**STILL, "epochs": 4, "callbacks": [Bias(FALLING)], "monitor": "r2"}
-    run = wt.train(
-        halves, tmp_path / "run", val=halves, metrics={"r2": torchmetrics.R2Score()}, **options
-    )
+    metrics = {"r2": torchmetrics.R2Score()}
+    run = fallen(halves, tmp_path / "run", metrics=metrics, monitor="r2")
     assert run.best is not None
     assert run.best["r2"] == max(line["val"]["r2"] for line in run.epochs)
 
@@ -163,39 +163,25 @@ def test_the_best_checkpoint_has_the_best_metric_of_all_epochs(
     assert "best.pt is of epoch 3" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_the_least_error_is_kept_with_min_delta(halves: Path, tmp_path: Path) -> None:
-    options = {**STILL, "epochs": 4, "min_delta": 100.0, "patience": 9}
-    run = wt.train(halves, tmp_path / "run", val=halves, callbacks=[Bias(FALLING)], **options)
-    assert run.best is not None
-    assert run.best["mse"] == min(line["val"]["mse"] for line in run.epochs)
-
-
 @pytest.mark.parametrize(("min_delta", "epochs"), [(0.0, 4), (100.0, 3)])
-def test_improvements_below_min_delta_do_not_count_for_patience(
+def test_improvements_below_min_delta_count_for_the_best_epoch_and_not_for_patience(
     halves: Path, tmp_path: Path, min_delta: float, epochs: int
 ) -> None:
-    options = {**STILL, "epochs": 4, "min_delta": min_delta, "patience": 2}
-    run = wt.train(halves, tmp_path / "run", val=halves, callbacks=[Bias(FALLING)], **options)
+    run = fallen(halves, tmp_path / "run", min_delta=min_delta, patience=2)
     assert len(run.epochs) == epochs
+    assert run.best is not None
+    assert run.best["mse"] == min(line["val"]["mse"] for line in run.epochs)
 
 
 # --- the learning rate ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {},
-        {"backbone_lr": 0.1},
-        {"freeze": "backbone", "backbone_lr": 0.1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{}, {"backbone_lr": 0.1, "freeze": "backbone"}], ids=str)
 def test_the_learning_rate_in_all_logs_is_the_one_of_the_run(
-    shards: Path, tmp_path: Path, option: dict[str, Any]
+    shards: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     out = tmp_path / "run"
-    run = wt.train(shards, out, lr=0.01, **{**SMALL, **option})
+    run = wt.train(shards, out, lr=0.01, **{**SMALL, **more})
     assert run.epochs[0]["lr"] == pytest.approx(0.01)
     for name in ("metrics.jsonl", "steps.jsonl"):
         for line in (out / name).read_text().splitlines():
@@ -272,37 +258,46 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find
 
 
+@pytest.fixture(scope="module")
+def broken(
+    labeled: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path]]:
+    """Return a function that returns a set of a kind, and a run of `Broken` without validation."""
+    folder = tmp_path_factory.mktemp("broken")
+
+    def find(kind: str) -> tuple[Path, Path]:
+        if not (folder / kind).exists():
+            wt.train(labeled(kind), folder / kind, model=Broken, **SMALL)
+        return labeled(kind), folder / kind
+
+    return find
+
+
+def is_named(call: Callable[[], Any]) -> bool:
+    """Return whether a call ends with an error of the package, or returns a loss, that says NaN."""
+    outcome = result_or_refusal(call)
+    reason = outcome if isinstance(outcome, str) else f"loss {outcome['loss']}"
+    return re.search("NaN|nan|not finite", reason) is not None
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_nan_in_validation_is_an_error_of_the_package_or_a_metric(
-    labeled: Callable[[str], Path], tmp_path: Path, kind: str, verb: str
+    broken: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str
 ) -> None:
-    shards, out = labeled(kind), tmp_path / "run"
-    try:
-        if verb == "train":
-            metrics = wt.train(shards, out, val=shards, model=Broken, **SMALL).val
-        else:
-            wt.train(shards, out, model=Broken, **SMALL)
-            metrics = wt.evaluate(last(out), shards, model=Broken)[1]
-    except wt.WdstrainError as error:
-        reason = str(error)
-    else:
-        reason = f"loss {metrics['loss']}"
-    assert re.search("NaN|nan|not finite", reason)
+    shards, out = broken(kind)
+    options = {**SMALL, "val": shards, "model": Broken}
+    assert is_named(lambda: wt.train(shards, tmp_path / "run", **options).val)
+    assert is_named(lambda: wt.evaluate(last(out), shards, model=Broken)[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_prediction_is_not_written_as_a_class(
-    labeled: Callable[[str], Path], tmp_path: Path, kind: str
+    broken: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str
 ) -> None:
-    shards, out = labeled(kind), tmp_path / "run"
-    wt.train(shards, out, model=Broken, **SMALL)
+    shards, out = broken(kind)
     wt.predict(last(out), shards, tmp_path / "p.csv", model=Broken)
-    names, *rows = [line.split(",") for line in (tmp_path / "p.csv").read_text().splitlines()]
-    bad = [row for i, row in enumerate(rows) if i % 8 == 0]
-    for row in bad:
-        cells = dict(zip(names, row, strict=True))
-        assert cells["error"] or cells["y"] in ("", "nan")
+    for row in list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))[::8]:
+        assert row["error"] or row["y"] in ("", "nan")
 
 
 class Odd(torchmetrics.MeanSquaredError):
@@ -336,24 +331,20 @@ def test_metrics_are_json_that_every_program_reads(
 
 
 def test_the_output_of_evaluate_is_json_that_every_program_reads(
-    labeled: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broken: Callable[[str], tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shards, out = labeled("number"), tmp_path / "run"
-    wt.train(shards, out, model=Broken, **SMALL)
+    shards, out = broken("number")
     words = ["--json", "--device", "cpu", "--model", "tests.training.test_run_truth:Broken"]
     main(["evaluate", str(last(out)), str(shards), *words])
     json.loads(capsys.readouterr().out, parse_constant=no_constant)
 
 
-# --- two remedies for rare classes ----------------------------------------------------------------
-
-
-def test_balance_and_class_weights_do_not_correct_the_same_twice(
-    shards: Path, tmp_path: Path
+def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
+    tens: Path, tmp_path: Path
 ) -> None:
-    both = {"balance": "label", "class_weights": "balanced"}
-    with pytest.raises(wt.UsageError, match="balance='label' both correct for rare classes"):
-        wt.train(shards, tmp_path / "run", **SMALL, **both)
+    options = {**SMALL, "where": "label in ['a', 'b', 'c']", "model": Linear}
+    wt.train(tens, tmp_path / "run", classes="a,b,c", **options)
+    assert len(saved(tmp_path / "run")["1.bias"]) == 3
 
 
 # --- selections -----------------------------------------------------------------------------------
@@ -371,23 +362,13 @@ def tens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
-    tens: Path, tmp_path: Path
-) -> None:
-    outputs = []
-    for number, classes in enumerate(({}, {"classes": "a,b,c"})):
-        options = {**SMALL, "where": "label in ['a', 'b', 'c']", "model": Linear, **classes}
-        out = tmp_path / f"run{number}"
-        if unless_refused(lambda: wt.train(tens, out, **options), "classes"):  # noqa: B023
-            outputs.append(len(saved(out)["1.bias"]))
-    assert 3 in outputs
-
-
 def test_weights_of_classes_come_from_the_selected_samples(tens: Path, tmp_path: Path) -> None:
     options = {**SMALL, "where": "label in ['a', 'b', 'c']", "class_weights": "balanced"}
     run = wt.train(tens, tmp_path / "run", **options)
     assert np.isfinite(run.val["loss"])
     assert run.epochs[0]["samples"] + run.epochs[0]["left_out"] <= 3 * 6
+    with pytest.raises(wt.UsageError, match="balance='label' both correct for rare classes"):
+        wt.train(tens, tmp_path / "other", balance="label", **options)
 
 
 def test_folds_divide_the_selected_samples(tens: Path, tmp_path: Path) -> None:
@@ -435,21 +416,24 @@ def flip_bits(path: Path, member: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.fixture(scope="module")
+def undamaged(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undamaged") / "run"
+    wt.train(shards, out, model=Linear, **SMALL)
+    return out
+
+
 @pytest.mark.parametrize("verb", ["evaluate", "predict", "export", "resume", "weights"])
-@pytest.mark.parametrize(
-    "member",
-    ["/data/", "data.pkl"],
-    ids=["weights", "names"],
-)
+@pytest.mark.parametrize("member", ["/data/", "data.pkl"], ids=["weights", "names"])
 def test_a_checkpoint_with_changed_bytes_is_refused_by_name(
-    shards: Path, tmp_path: Path, member: str, verb: str
+    shards: Path, undamaged: Path, tmp_path: Path, member: str, verb: str
 ) -> None:
     out, lines = tmp_path / "run", Lines()
-    wt.train(shards, out, model=Linear, **SMALL)
-    path = last(out).resolve()
-    flip_bits(path, member)
-    val = f"{shards}/val-*.tar"
-    again: dict[str, Any] = {**SMALL, "model": Linear, "epochs": 2, "progress": lines}
+    shutil.copytree(undamaged, out, symlinks=True)
+    path = last(out)
+    for name in path.parent.iterdir():  # a copy has no links
+        flip_bits(name, member)
+    val, again = f"{shards}/val-*.tar", {**SMALL, "model": Linear, "epochs": 2, "progress": lines}
     calls: dict[str, Callable[[], Any]] = {
         "evaluate": lambda: wt.evaluate(path, val, model=Linear),
         "predict": lambda: wt.predict(path, val, tmp_path / "p.csv", model=Linear),
@@ -457,14 +441,9 @@ def test_a_checkpoint_with_changed_bytes_is_refused_by_name(
         "resume": lambda: wt.train(shards, out, resume=True, **again),
         "weights": lambda: wt.train(shards, tmp_path / "new", weights=str(path), **again),
     }
-    refusal = ""
-    try:
-        calls[verb]()
-    except wt.WdstrainError as error:
-        refusal = str(error)
-    if verb == "resume":  # which may also start anew, and says so
-        refusal += lines.text
-    assert re.search(r"(step-\d+|last)\.pt", refusal)
+    refusal = result_or_refusal(calls[verb])
+    said = (refusal if isinstance(refusal, str) else "") + lines.text  # which may start anew
+    assert re.search(r"(step-\d+|last)\.pt", said)
 
 
 class Switch(wt.Callback):
@@ -478,14 +457,15 @@ class Switch(wt.Callback):
 
 
 def test_a_report_is_written_again_when_it_can_be(shards: Path, tmp_path: Path) -> None:
-    report = tmp_path / "run" / "report.html"
+    report, lines = tmp_path / "run" / "report.html", Lines()
 
     def block() -> None:
         report.unlink()
         report.mkdir()
 
-    callbacks = [Switch(block, report.rmdir)]
-    wt.train(shards, tmp_path / "run", callbacks=callbacks, **{**SMALL, "epochs": 3})
+    options = {**SMALL, "epochs": 3, "progress": lines, "callbacks": [Switch(block, report.rmdir)]}
+    wt.train(shards, tmp_path / "run", **options)
+    assert re.search(r"report.html cannot be written: Is a directory\..* Training goes", lines.text)
     assert report.is_file()
 
 
