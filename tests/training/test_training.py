@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from tests.support.outcomes import result_or_refusal
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.training.evaluate import evaluate
@@ -52,14 +50,6 @@ def test_classes_are_learned_and_the_checkpoint_has_the_same_scores(
     assert rescored["samples"] == 240 - done.epochs[0]["samples"] - done.epochs[0]["left_out"]
 
 
-def test_a_number_is_learned_better_than_its_mean(bright: Path, tmp_path: Path) -> None:
-    done = train(str(bright), tmp_path / "run", label="light", **CONFIG)
-    assert done.best is not None
-    assert done.best["mse"] < 0.5 * done.best["mse_of_mean"]
-    _, metrics = evaluate(str(tmp_path / "run" / "checkpoints" / "best.pt"), f"{bright}/val-*.tar")
-    assert metrics["mse"] == pytest.approx(done.best["mse"])
-
-
 def test_the_standard_error_of_the_mean_is_right(bright: Path, tmp_path: Path) -> None:
     done = train(str(bright), tmp_path / "run", label="light", epochs=1, batch_size=1, image_size=8)
     rows = [line.split(",") for line in (bright.parent / "log.csv").read_text().splitlines()[1:]]
@@ -84,24 +74,6 @@ def test_a_run_folder_records_the_run(bright: Path, tmp_path: Path) -> None:
     assert state["loader"]["epoch"] == 2
     with pytest.raises(UsageError, match="holds a run already"):
         train(str(bright), out, label="kind")
-
-
-@pytest.mark.parametrize("name", ["small", "resnet18", "mobilenet_v3_small"])
-def test_models_by_name_have_the_requested_number_of_outputs(name: str) -> None:
-    model = build(name, 7, 64).eval()
-    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
-
-
-def test_train_and_evaluate_run_on_the_command_line(
-    bright: Path, tmp_path: Path, capsys: Any
-) -> None:
-    run = str(tmp_path / "run")
-    words = ["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run]
-    words += ["--label", "kind", "--epochs", "1", "--batch-size", "16", "--image-size", "8"]
-    assert main([*words, "--num-workers", "1"]) == 0
-    assert "accuracy" in capsys.readouterr().out
-    assert main(["evaluate", f"{run}/checkpoints/best.pt", f"{bright}/val-*.tar", "--json"]) == 0
-    assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
 
 
 def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path) -> None:
@@ -152,9 +124,6 @@ def test_every_sample_is_scored_with_any_environment(
         ({"device": "gpu"}, "device='gpu'"),
         ({"label": None}, "several labels: kind, light"),
         ({"label": "age"}, "no label 'age'"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
-        ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_unusable_configurations_are_refused_before_any_write(
@@ -175,32 +144,19 @@ def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, c
 
 @pytest.mark.parametrize("where", ["flag", "file", "keyword"])
 def test_a_height_and_a_width_can_be_given_as_the_image_size(
-    bright: Path, tmp_path: Path, where: str, capsys: Any
+    bright: Path, tmp_path: Path, where: str
 ) -> None:
-    """In one of the usual forms; the model takes images of 4 x 16 pixels."""
-    model = "tests.support.small_runs:Linear"
-    done = False
-    for number, size in enumerate(["4x16", "4,16", (4, 16), [4, 16]]):
-        out = tmp_path / f"run{number}"
-        options: dict[str, Any] = {**CONFIG, "label": "kind", "epochs": 1, "model": model}
-        del options["image_size"]
-        words = ["train", str(bright), "--out", str(out), "--model", model]
-        words += ["--epochs", "1", "--batch-size", "16", "--label", "kind"]
-        if where == "keyword":
-            options["image_size"] = size
-            done |= not isinstance(
-                result_or_refusal(lambda: train(str(bright), out, **options)),  # noqa: B023
-                str,
-            )
-        elif where == "flag":
-            if isinstance(size, str):
-                done |= main([*words, "--image-size", size]) == 0
-        else:
-            value = json.dumps(size)
-            (tmp_path / "recipe.toml").write_text(f"image_size = {value}\n")
-            done |= main([*words, "--config", str(tmp_path / "recipe.toml")]) == 0
-        if done:
-            state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
-            assert state["model"]["1.weight"].shape == (1, 192)
-            break
-    assert done
+    """The model takes images of 4 x 16 pixels."""
+    out, model = tmp_path / "run", "tests.support.small_runs:Linear"
+    words = ["train", str(bright), "--out", str(out), "--model", model]
+    words += ["--epochs", "1", "--batch-size", "16", "--label", "kind"]
+    if where == "keyword":
+        options = {**CONFIG, "label": "kind", "epochs": 1, "model": model, "image_size": (4, 16)}
+        train(str(bright), out, **options)
+    elif where == "flag":
+        assert main([*words, "--image-size", "4x16"]) == 0
+    else:
+        (tmp_path / "recipe.toml").write_text("image_size = [4, 16]\n")
+        assert main([*words, "--config", str(tmp_path / "recipe.toml")]) == 0
+    state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
+    assert state["model"]["1.weight"].shape == (1, 192)

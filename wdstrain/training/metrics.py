@@ -20,7 +20,8 @@ Metrics = dict[str, Any]
 Classes = dict[str, dict[str, float | None]]  # numbers of each class; None: undefined
 Results = tuple[Metrics, dict[str, Any]]  # metrics; "classes", "confusion", "calibration"
 
-_MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21  # per class; of all classes
+# Bins per class, most and fewest, and of all classes. Fewer make mAP wrong by more than 0.003.
+_MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21
 _FARTHEST = 1e4  # log-odds: samples of a model that is far too certain are ranked too
 _LINEAR = 0.01  # log-odds up to which bins have equal widths; beyond it widths grow with them
 
