@@ -744,7 +744,8 @@ import sys, time, wdstrain as wt
 wt.Loader, wt.label
 begun = time.perf_counter()
 loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=64, num_workers=int(sys.argv[2]))
-loader.load_state_dict({**loader.state_dict(), "step": int(sys.argv[3])})
+if int(sys.argv[3]):
+    loader.load_state_dict({**loader.state_dict(), "step": int(sys.argv[3])})
 next(iter(loader))
 print(time.perf_counter() - begun)
 """
