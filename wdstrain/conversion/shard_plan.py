@@ -7,8 +7,8 @@ the same bytes.
 By default another hash of its key decides the split of a sample, so it stays there when others are
 added. Samples with equal images share a split. With `stratify`, samples are dealt out class by class
 as `Index.split` does it: of all samples and of each class, a split has its share to less than one
-sample, and to less than two of a class if there are three splits or more. With groups, whole groups
-are assigned so that the splits and their classes come near the shares.
+sample, or to less than two if there are three splits or more. With groups, whole groups are
+assigned so that the splits and their classes come near the shares.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ def _parts(
 def dealt(n: int, shares: list[float]) -> Ints:
     """Return a split for each of n places, so that any run of places gets nearly its shares.
 
-    All places, and those of any run with two splits, differ from the exact share by less than one.
+    The number of a split differs from its exact share by less than one with two splits, else by
+    less than two.
     """
     part, rest, left = np.full(n, len(shares) - 1), np.arange(n), 1.0
     for number, share in enumerate(shares[:-1]):
