@@ -154,7 +154,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/storage/test_cache.py::test_the_cache_stays_within_its_limit_and_evicts_the_oldest",
         "tests/storage/test_cache.py::test_files_in_use_are_never_evicted",
         "tests/storage/test_cache.py::test_a_forgotten_shard_is_not_put_in_place_by_its_former_download",
-        "tests/storage/test_cache.py::test_a_cached_shard_of_another_length_is_fetched_again",
+        "tests/storage/test_cache.py::test_a_damaged_cached_shard_is_read_from_the_server_and_kept_anew",
         "tests/storage/test_replaced_shards.py",
         "tests/storage/test_cache.py",
     ),
