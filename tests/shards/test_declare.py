@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +10,42 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture
+from tests.support.foreign_tars import write_members
 from wdstrain.cli.main import main
 
 KINDS = ["Shirts", "Other", "Pants"]
 
 
-def write(folder: Path, samples: list[dict[str, Any]], per_shard: int = 10) -> Path:
-    """Write tars with Python's tarfile, without an index."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard, first in enumerate(range(0, len(samples), per_shard)):
-        with tarfile.open(folder / f"s-{shard:03d}.tar", "w") as tar:
-            for number, sample in enumerate(samples[first : first + per_shard], first):
-                for field, data in sample.items():
-                    info = tarfile.TarInfo(f"k{number:03d}.{field}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+def write(folder: Path, samples: list[dict[str, bytes]]) -> Path:
+    """Write tars of ten samples without an index."""
+    for first in range(0, len(samples), 10):
+        members = [
+            (f"k{number:03d}.{field}", data)
+            for number, sample in enumerate(samples[first : first + 10], first)
+            for field, data in sample.items()
+        ]
+        write_members(folder / f"s-{first // 10:03d}.tar", members)
     return folder
+
+
+def document(n: int) -> bytes:
+    entries = {"kind": KINDS[n % 3], "price": n / 2, "kids": n % 2 == 0, "a.b": n, "minus": n - 5}
+    entries |= {"tags": ["a"] * (n % 2) + ["b"], "mixed": [n, {"x": 1}][n % 2]}
+    return json.dumps(entries).encode()
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """30 samples with a class number, a text, and JSON; every fifth has no JSON."""
-    return write(
-        tmp_path / "shards",
-        [
-            {"png": picture(n), "cls": str(n % 3).encode(), "txt": KINDS[n % 3].encode()}
-            | (
-                {
-                    "json": json.dumps(
-                        {
-                            "kind": KINDS[n % 3],
-                            "price": n / 2,
-                            "kids": n % 2 == 0,
-                            "tags": ["a"] * (n % 2) + ["b"],
-                            "a.b": n,
-                            "mixed": [n, {"x": 1}][n % 2],
-                            "minus": n - 5,
-                        }
-                    ).encode()
-                }
-                if n % 5
-                else {}
-            )
-            for n in range(30)
-        ],
-    )
+    samples = [
+        {"png": picture(n), "cls": str(n % 3).encode(), "txt": KINDS[n % 3].encode()}
+        | ({"json": document(n)} if n % 5 else {})
+        for n in range(30)
+    ]
+    return write(tmp_path / "shards", samples)
+
+
+TRAIN = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -114,8 +103,7 @@ def test_training_uses_the_declared_label(shards: Path, tmp_path: Path, capsys: 
     index = wt.open(shards)
     assert index.labels == (wt.Label("txt", "class", "txt", None, tuple(sorted(KINDS))),)
     assert labels(index, wt.label("txt")) == [sorted(KINDS).index(KINDS[n % 3]) for n in range(30)]
-    options = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
-    assert main(["train", str(shards), "--out", str(tmp_path / "run"), *options]) == 0
+    assert main(["train", str(shards), "--out", str(tmp_path / "run"), *TRAIN]) == 0
     capsys.readouterr()
     score = ["evaluate", str(tmp_path / "run/checkpoints/last.pt"), str(shards), "--json"]
     assert main(score) == 0
@@ -127,8 +115,7 @@ def test_training_names_the_label_of_undeclared_shards(
 ) -> None:
     """The label is named on the command line; no file is written beside the shards."""
     val = write(tmp_path / "val", [{"png": picture(n), "txt": b"Pants"} for n in range(10)])
-    options = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
-    words = ["train", shards, "--val", val, "--out", tmp_path / "run", *options, "--label", "txt"]
+    words = ["train", shards, "--val", val, "--out", tmp_path / "run", *TRAIN, "--label", "txt"]
     assert main(list(map(str, words))) == 0
     assert not (shards / "index.json").exists()
     outcome = wt.evaluate(

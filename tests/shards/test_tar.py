@@ -6,6 +6,7 @@ import io
 import subprocess
 import tarfile
 from pathlib import Path
+from tarfile import DIRTYPE, LNKTYPE, REGTYPE, SYMTYPE
 
 import pytest
 import webdataset
@@ -18,9 +19,7 @@ from wdstrain.shards.tar import SkippedMembers, samples, split_name
 from wdstrain.shards.tar_headers import header
 from wdstrain.storage.files import open_source
 
-LONG = (
-    "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72
-)  # fits the prefix and name fields of ustar
+LONG = "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72  # fits prefix and name of ustar
 ENDLESS = "n" * 200  # does not fit: no slash to split at
 
 ODD: list[Sample] = [
@@ -47,30 +46,39 @@ def odd(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "odd.tar", ODD)
 
 
-def test_written_shards_are_read_back(odd: Path) -> None:
-    assert read(odd) == ODD
+def write_members(path: Path, *members: tuple[str, bytes, bytes], format: int = 1) -> Path:
+    """Write a tar of members (name, kind, data) by tarfile. A link leads to a.png."""
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, kind, data in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, len(data)
+            member.linkname = "a.png" if kind in (SYMTYPE, LNKTYPE) else ""
+            member.mtime = 1.5 if format == tarfile.PAX_FORMAT else 1
+            tar.addfile(member, io.BytesIO(data))
+    return path
 
 
-def test_python_tarfile_reads_written_shards(odd: Path) -> None:
+def gnu_tar(folder: Path, files: dict[str, bytes], *commands: str) -> Path:
+    """Write <name>.bin, run GNU tar, and return the path of t.tar."""
+    for name, data in files.items():
+        (folder / f"{name}.bin").write_bytes(data)
+    for command in commands:
+        subprocess.run(["tar", *command.split()], cwd=folder, check=True)
+    return folder / "t.tar"
+
+
+def test_written_shards_are_read_back_by_the_package_and_other_tools(odd: Path) -> None:
+    assert read(odd) == read_with_webdataset([odd]) == ODD
+    names = [f"{key}.{name}" for key, fields in ODD for name in fields]
     with tarfile.open(odd) as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    assert members == {
-        f"{key}.{name}": data for key, fields in ODD for name, data in fields.items()
-    }
-
-
-def test_gnu_tar_lists_written_shards(odd: Path) -> None:
-    listed = subprocess.run(
-        ["tar", "--quoting-style=literal", "-tf", odd], capture_output=True, check=True
+    assert list(members.items()) == list(
+        zip(names, [data for _, fields in ODD for data in fields.values()], strict=True)
     )
+    words = ["tar", "--quoting-style=literal", "-tf", odd]
+    listed = subprocess.run(words, capture_output=True, check=True)
     assert listed.stderr == b""
-    assert listed.stdout.decode().splitlines() == [
-        f"{key}.{name}" for key, fields in ODD for name in fields
-    ]
-
-
-def test_webdataset_reads_written_shards(odd: Path) -> None:
-    assert read_with_webdataset([odd]) == ODD
+    assert listed.stdout.decode().splitlines() == names
 
 
 def test_shards_of_webdataset_with_pax_headers_are_read(tmp_path: Path) -> None:
@@ -80,29 +88,21 @@ def test_shards_of_webdataset_with_pax_headers_are_read(tmp_path: Path) -> None:
     paths = sorted(tmp_path.glob("w-*.tar"))
     assert b"mtime" in paths[0].read_bytes()  # the PAX header contains a float time
     actual = [sample for path in paths for sample in read(path)]
-    expected = [
-        (key, {name: data for name, data in fields.items() if name != "cls"}) for key, fields in ODD
-    ]
-    assert [key for key, _ in actual] == [key for key, _ in expected]
+    assert [key for key, _ in actual] == [key for key, _ in ODD]
     assert actual[1][1]["jpg"] == b"x" * 511
     assert actual[0][1]["seg.png"] == picture(2)
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_every_format_of_python_tarfile_is_read(tmp_path: Path, style: int) -> None:
-    path = tmp_path / "t.tar"
-    with tarfile.open(path, "w", format=style) as tar:
-        folder = tarfile.TarInfo("folder")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-        for name, data in (
-            ("folder/a.JPG", b"1" * 600),
-            ("folder/a.cls", b"2"),
-            (f"{LONG[:150]}.txt", b"3"),
-        ):
-            member = tarfile.TarInfo(name)
-            member.size, member.mtime = len(data), 1.5 if style == tarfile.PAX_FORMAT else 1
-            tar.addfile(member, io.BytesIO(data))
+    path = write_members(
+        tmp_path / "t.tar",
+        ("folder", DIRTYPE, b""),
+        ("folder/a.JPG", REGTYPE, b"1" * 600),
+        ("folder/a.cls", REGTYPE, b"2"),
+        (f"{LONG[:150]}.txt", REGTYPE, b"3"),
+        format=style,
+    )
     skipped = SkippedMembers()
     assert read(path, skipped) == [
         ("folder/a", {"jpg": b"1" * 600, "cls": b"2"}),
@@ -120,18 +120,9 @@ def test_names_are_split_as_webdataset_splits_them() -> None:
 
 
 def test_skipped_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "t.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, kind in (
-            ("README", tarfile.REGTYPE),
-            ("a.txt", tarfile.REGTYPE),
-            ("l.txt", tarfile.SYMTYPE),
-        ):
-            member = tarfile.TarInfo(name)
-            member.type = kind
-            tar.addfile(member)
+    members = [("README", REGTYPE, b""), ("a.txt", REGTYPE, b""), ("l.txt", SYMTYPE, b"")]
     skipped = SkippedMembers()
-    assert read(path, skipped) == [("a", {"txt": b""})]
+    assert read(write_members(tmp_path / "t.tar", *members), skipped) == [("a", {"txt": b""})]
     assert skipped == {"no key in the name": 1, "a link or device": 1}
 
 
@@ -157,30 +148,21 @@ def test_a_flipped_bit_in_a_header_raises_with_its_offset(odd: Path, tmp_path: P
                 read(path)
 
 
-def test_members_of_a_sample_must_be_adjacent(tmp_path: Path) -> None:
-    path = write_tar(
-        tmp_path / "t.tar", [("a", {"jpg": b"1"}), ("b", {"jpg": b"2"}), ("a", {"cls": b"3"})]
-    )
-    with pytest.raises(ShardError, match="'a' in two places, the second .'a.cls'. at offset 2048"):
-        read(path)
-
-
-def test_two_members_with_one_name_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "t.tar"
-    path.write_bytes((header("a.jpg", 0)) * 2 + bytes(1024))
-    with pytest.raises(ShardError, match="two members named 'a.jpg'"):
-        read(path)
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (b"\x1f\x8b\x08" + bytes(600), "gzip"),
         (b"<html>" + bytes(1018), "no valid tar header"),
         (b"", "was cut"),
+        (header("a.jpg", 0) * 2 + bytes(1024), "two members named 'a.jpg'"),
+        (
+            b"".join(header(name, 1) + b"1" + bytes(511) for name in ("a.jpg", "b.jpg", "a.cls"))
+            + bytes(1024),
+            "'a' in two places, the second .'a.cls'. at offset 2048",
+        ),
     ],
 )
-def test_a_file_that_is_not_a_tar_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_shard_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "t.tar").write_bytes(data)
     with pytest.raises(ShardError, match=words):
         read(tmp_path / "t.tar")
@@ -202,18 +184,16 @@ def test_a_member_needs_a_name() -> None:
 
 
 def test_a_shard_with_zeroed_blocks_or_joined_tars_is_refused(odd: Path, tmp_path: Path) -> None:
-    data = odd.read_bytes()
+    data, path = odd.read_bytes(), tmp_path / "d.tar"
     half = len(ODD[0][1]["jpg"]) // 512 * 512 + 1024
+    words = "several tars|not the end|damaged|no valid tar header"
     for damaged in (
         data + data,
         data[:half] + bytes(20_480),
         data[:half] + bytes(512) + data[half + 512 :],
     ):
-        path = tmp_path / "d.tar"
         path.write_bytes(damaged)
-        with pytest.raises(
-            ShardError, match="several tars|not the end|damaged|no valid tar header"
-        ):
+        with pytest.raises(ShardError, match=words):
             read(path)
     for more in (0, 512, 9216):  # padding of GNU tar's last record
         path.write_bytes(data + bytes(more))
@@ -223,30 +203,19 @@ def test_a_shard_with_zeroed_blocks_or_joined_tars_is_refused(odd: Path, tmp_pat
 @pytest.mark.parametrize(
     "commands",
     [
-        ["-b 1 -cf t.tar a.bin b.bin c.bin"],
-        ["-b 64 -cf t.tar a.bin b.bin c.bin"],
-        ["-b 2048 -cf t.tar a.bin b.bin c.bin"],
-        ["-cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-Af t.tar x.tar"],
-        [
-            "-cf t.tar a.bin",
-            "-cf x.tar b.bin",
-            "-cf y.tar c.bin",
-            "-Af t.tar x.tar",
-            "-Af t.tar y.tar",
-        ],
-        ["-b 64 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 64 -Af t.tar x.tar"],
-        ["-cf t.tar a.bin", "-rf t.tar b.bin c.bin"],
+        "-b 1 -cf t.tar a.bin b.bin c.bin",
+        "-b 64 -cf t.tar a.bin b.bin c.bin",
+        "-b 2048 -cf t.tar a.bin b.bin c.bin",
+        "-cf t.tar a.bin; -cf x.tar b.bin c.bin; -Af t.tar x.tar",
+        "-cf t.tar a.bin; -cf x.tar b.bin; -cf y.tar c.bin; -Af t.tar x.tar; -Af t.tar y.tar",
+        "-b 64 -cf t.tar a.bin; -cf x.tar b.bin c.bin; -b 64 -Af t.tar x.tar",
+        "-cf t.tar a.bin; -rf t.tar b.bin c.bin",
     ],
-    ids=lambda commands: "; ".join(commands),
 )
-def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: list[str]) -> None:
+def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: str) -> None:
     """Truncation is an error; so are zeros at the end that begin within a member."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
-    for name, data in files.items():
-        (tmp_path / f"{name}.bin").write_bytes(data)
-    for command in commands:
-        subprocess.run(["tar", *command.split()], cwd=tmp_path, check=True)
-    tar = tmp_path / "t.tar"
+    tar = gnu_tar(tmp_path, files, *commands.split("; "))
     expected = [(name, {"bin": data}) for name, data in files.items()]
     assert read(tar) == expected
     assert wt.verify(tar).ok
@@ -268,23 +237,20 @@ def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: l
 @pytest.mark.parametrize(
     "commands",
     [
-        ["-b 41 -cf t.tar a.bin b.bin c.bin"],
-        ["-b 100 -cf t.tar a.bin b.bin c.bin"],
-        ["-b 63 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 63 -Af t.tar x.tar"],
-        ["-b 63 -cf t.tar a.bin", "-b 100 -rf t.tar b.bin c.bin"],
+        "-b 41 -cf t.tar a.bin b.bin c.bin",
+        "-b 100 -cf t.tar a.bin b.bin c.bin",
+        "-b 63 -cf t.tar a.bin; -cf x.tar b.bin c.bin; -b 63 -Af t.tar x.tar",
+        "-b 63 -cf t.tar a.bin; -b 100 -rf t.tar b.bin c.bin",
     ],
-    ids=lambda commands: "; ".join(commands),
 )
 def test_zeros_of_other_records_are_refused_and_repair_saves_all(
-    tmp_path: Path, commands: list[str]
+    tmp_path: Path, commands: str
 ) -> None:
     """Nearly every size is a whole number of some records: a tar that lost its end to zeros would
     be taken for a whole one. Only records of 20 blocks and of powers of two are known.
     """
-    for name, data in {"a": bytes(range(1, 251)) * 20, "b": b"b", "c": b"c" * 2000}.items():
-        (tmp_path / f"{name}.bin").write_bytes(data)
-    for command in commands:
-        subprocess.run(["tar", *command.split()], cwd=tmp_path, check=True)
+    files = {"a": bytes(range(1, 251)) * 20, "b": b"b", "c": b"c" * 2000}
+    gnu_tar(tmp_path, files, *commands.split("; "))
     with pytest.raises(ShardError, match="more than tar adds.*wdstrain repair"):
         read(tmp_path / "t.tar")
     assert wt.repair(tmp_path / "t.tar", tmp_path / "repaired").samples == 3
@@ -292,20 +258,15 @@ def test_zeros_of_other_records_are_refused_and_repair_saves_all(
 
 def test_concatenated_tars_with_zeros_between_them_are_refused(tmp_path: Path) -> None:
     """GNU tar -A leaves such zeros if it gets several tars, and reads beyond them only with -i."""
-    for name in "abc":
-        (tmp_path / f"{name}.bin").write_bytes(b"x" * 3000)
-        subprocess.run(["tar", "-cf", f"{name}.tar", f"{name}.bin"], cwd=tmp_path, check=True)
-    (tmp_path / "joined.tar").write_bytes(
-        (tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes()
-    )
-    subprocess.run(["tar", "-Af", "a.tar", "b.tar", "c.tar"], cwd=tmp_path, check=True)
-    for name in ("joined.tar", "a.tar"):
+    made = [f"-cf {name}.tar {name}.bin" for name in "abc"]
+    gnu_tar(tmp_path, dict.fromkeys("abc", b"x" * 3000), *made)
+    joined = b"".join((tmp_path / f"{name}.tar").read_bytes() for name in "ab")
+    (tmp_path / "joined.tar").write_bytes(joined)
+    gnu_tar(tmp_path, {}, "-Af a.tar b.tar c.tar")
+    for name, count in (("joined.tar", 2), ("a.tar", 3)):
         with pytest.raises(ShardError, match="several tars in one.*wdstrain repair"):
             read(tmp_path / name)
-    assert [
-        wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples
-        for name in ("joined.tar", "a.tar")
-    ] == [2, 3]
+        assert wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples == count
 
 
 _MEMBERS = [header(f"{n}.cls", 1) + b"1" + bytes(511) for n in range(4)]
@@ -342,24 +303,17 @@ def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
     assert outcome == 4 or "wdstrain repair" in str(outcome)
 
 
-@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE], ids=["hard", "symbolic"])
+@pytest.mark.parametrize("kind", [LNKTYPE, SYMTYPE], ids=["hard", "symbolic"])
 @pytest.mark.parametrize("has_label", [True, False])
 def test_a_file_stored_as_a_link_is_read_or_named(
     has_label: bool, kind: bytes, tmp_path: Path
 ) -> None:
     """Tar stores the second name of a hard-linked file as a link: its sample must keep the file."""
-    path, red = tmp_path / "a.tar", picture(1)
-    with tarfile.open(path, "w") as tar:
-        for key in "ab":
-            info = tarfile.TarInfo(f"{key}.png")
-            info.size = len(red)
-            if key == "b":
-                info.size, info.type, info.linkname = 0, kind, "a.png"
-            tar.addfile(info, io.BytesIO(red))
-            if has_label:
-                info = tarfile.TarInfo(f"{key}.cls")
-                info.size = 1
-                tar.addfile(info, io.BytesIO(b"1"))
+    red = picture(1)
+    members = [("a.png", REGTYPE, red), ("a.cls", REGTYPE, b"1")]
+    members += [("b.png", kind, b""), ("b.cls", REGTYPE, b"1")]
+    members = [member for member in members if has_label or "cls" not in member[0]]
+    path = write_members(tmp_path / "a.tar", *members)
     index = wt.open(path)
     images = [index[number].get("png") for number in range(len(index))]
     findings = [finding.reason for finding in wt.verify(path).findings]
