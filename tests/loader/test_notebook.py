@@ -66,11 +66,7 @@ def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> N
     assert not re.search(r"/(tmp|root|home|work|usr)/", text)
     outputs = [output for cell in written for output in cell.get("outputs", [])]
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
-
-
-def test_the_notebook_begins_with_installation_and_explains_its_cells() -> None:
-    actual = cells()
-    assert actual[0][0].startswith("# ")
+    assert actual[0][0].startswith("# ")  # it begins with installation, and explains its cells
     code = [text for text, is_code in actual if is_code]
     assert code[0] == '%pip install --quiet "wdstrain[demo]"'
     assert 15 <= len(code) <= 26
@@ -103,20 +99,13 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
         assert bundle["image/png"], part
         assert bundle["text/plain"].strip(), part
     assert re.match("loop bound|input bound|no bottleneck", of("loader.report()").out)
-    for part in (
-        "display(index)",
-        "display(loader)",
-        "wt.info(shards)",
-        "wt.plan_epoch(",
-        "wt.bench(",
-    ):
+    tables = ("display(index)", "display(loader)", "wt.info(shards)", "wt.plan_epoch(", "wt.bench(")
+    for part in tables:
         *_, bundle = of(part).displays  # behind the progress of those that read
         assert "samples" in bundle["text/plain"], part
     for part in ('plot("Loss"', 'plot("Accuracy"'):
-        assert all(
-            "<svg" in output.get("text/html", "") or "image/png" in output
-            for output in of(part).displays
-        )
+        for output in of(part).displays:
+            assert "<svg" in output.get("text/html", "") or "image/png" in output
     for output in shown.values():
         for bundle in output.displays:
             check_part(bundle.get("text/html", ""))
@@ -128,14 +117,11 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
 
 def check_part(html: str) -> None:
     """Check that a part of the notebook needs no network, runs no scripts, styles only itself."""
-    assert "<script" not in html
-    assert "http" not in html
-    assert "<iframe" not in html
+    assert not [part for part in ("<script", "http", "<iframe") if part in html]
     for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL):
         for selectors in re.findall(r"([^{}]+)\{[^{}]*\}", style):
-            assert all(
-                selector.strip().startswith(".wdstrain") for selector in selectors.split(",")
-            ), selectors
+            parts = [selector.strip() for selector in selectors.split(",")]
+            assert all(part.startswith(".wdstrain") for part in parts), selectors
 
 
 def check_progress(shown: Shown, steps: int) -> None:
@@ -143,9 +129,7 @@ def check_progress(shown: Shown, steps: int) -> None:
     (first,) = shown.displays
     texts = [first, *shown.updates]
     assert all(set(bundle) == {"text/plain"} for bundle in texts)
-    assert all(
-        "\x1b" not in bundle["text/plain"] and "\n" not in bundle["text/plain"] for bundle in texts
-    )
+    assert not [bundle for bundle in texts if set("\x1b\n") & set(bundle["text/plain"])]
     assert len(texts) < steps
     assert texts[-1] == {"text/plain": ""}
     assert "\x1b" not in shown.out
@@ -204,21 +188,17 @@ def test_a_failed_cell_continues_with_the_next_epoch(opened: Kernel, workers: in
     assert failed.error == "ValueError: mine"
     assert opened.run(again).out.split(" ", 1) == ["3", second[1]]
     opened.run("loader = make()")
-    assert (
-        opened.run("print(alive())").out == "[]\n"
-    )  # the earlier epoch has ended, the next one has not begun
+    # The earlier epoch has ended, the next one has not begun.
+    assert opened.run("print(alive())").out == "[]\n"
     opened.run("del loader")
 
 
 def test_a_loader_ends_when_released_after_an_error(opened: Kernel) -> None:
     """The notebook keeps the traceback of an error, which refers to the pass over the loader."""
-    opened.run(
-        "bad = True\ndef made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}"
-    )
-    opened.run("loader = make(transform=made)")
-    assert opened.run("for batch in loader: pass", fails=True).error.startswith(
-        "SampleError: s/part-00"
-    )
+    opened.run("def made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}")
+    opened.run("bad, loader = True, make(transform=made)")
+    failed = opened.run("for batch in loader: pass", fails=True)
+    assert failed.error.startswith("SampleError: s/part-00")
     opened.run("bad = False\nfor batch in loader: pass")
     opened.run("del loader")
     assert opened.run("print(alive())").out == "[]\n"
@@ -309,9 +289,8 @@ PARTS = {
 def test_notebook_objects_work_in_forked_workers_or_are_an_error(opened: Kernel, part: str) -> None:
     """Threads and forked workers can use them; other workers end, and leave no process."""
     opened.run(CLASSES)
-    assert (
-        opened.run(f"print(tried(None, 0, {part}), tried('fork', 2, {part}))").out == "True True\n"
-    )
+    used = opened.run(f"print(tried(None, 0, {part}), tried('fork', 2, {part}))")
+    assert used.out == "True True\n"
     for method in ("spawn", "forkserver"):
         shown = opened.run(f"print(tried({method!r}, 2, {part}))")
         assert shown.out.startswith(PARTS[part])
@@ -351,19 +330,15 @@ if __name__ == "__main__":
 def test_a_script_can_send_its_own_classes_to_workers(
     tmp_path: Path, shards: Path, words: list[str], method: str
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    assert ran(tmp_path, words, shards, method) == f"{sum(range(21)) / 2}\n"
-
-
-def ran(folder: Path, words: list[str], shards: Path, method: str) -> str:
-    """Return what a program printed; stderr may only contain the notes about indexing."""
+    """stderr may only contain the notes about indexing."""
     wt.index(shards)
+    (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, *words, str(shards), method]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stdout
+    assert done.stdout == f"{sum(range(21)) / 2}\n"
 
 
 class Counting:
@@ -379,14 +354,14 @@ class Counting:
         return {"n": self.ones * int(sample["cls"])}
 
 
+SPAWNED: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "multiprocessing_context": "spawn"}
+
+
 @pytest.mark.slow
 def test_spawned_processes_get_shared_counters_and_tensors(shards: Path) -> None:
     counting = Counting()
-    loader = wt.Loader(
-        shards, transform=counting, batch_size=7, num_workers=1, multiprocessing_context="spawn"
-    )
-    assert sum(float(batch["n"].sum()) for batch in loader) == 3 * sum(range(21))
-    loader.close()
+    with wt.Loader(shards, transform=counting, **SPAWNED) as loader:
+        assert sum(float(batch["n"].sum()) for batch in loader) == 3 * sum(range(21))
     assert counting.count.value >= 21
 
 
@@ -394,9 +369,7 @@ def test_an_open_file_is_named_as_not_picklable(shards: Path) -> None:
     counting = Counting()
     with (
         open(os.devnull) as counting.ones,
-        wt.Loader(
-            shards, transform=counting, batch_size=7, num_workers=1, multiprocessing_context="spawn"
-        ) as loader,
+        wt.Loader(shards, transform=counting, **SPAWNED) as loader,
         pytest.raises(wt.UsageError, match=r"functions cannot .* spawn starts: .*TextIOWrapper"),
     ):
         next(iter(loader))

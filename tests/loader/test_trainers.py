@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,52 +24,54 @@ from tests.conftest import ROOT, write_class_folder, write_shards
 from tests.support.children import Program
 from tests.support.outcomes import result_or_refusal
 
+EXAMPLES = ROOT / "scripts" / "examples"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+LABEL = {"label": wt.label()}
+
+
+def converted(folder: Path, count: int, **options: Any) -> Path:
+    """Write a set of `count` pictures, half of them cats."""
+    write_class_folder(folder / "photos", {"cat": count // 2, "dog": count // 2})
+    wt.convert_folder(folder / "photos", folder / "shards", **options)
+    return folder / "shards"
+
+
+def ran(*words: Any, **options: Any) -> str:
+    """Return what a program prints that ends well."""
+    line = [sys.executable, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning", "keras", "transformers"])
 def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> None:
     if find_spec(name) is None:  # importing Keras needs the name of its backend
         pytest.skip(f"{name} is not installed: pip install {name}")
-    write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
-    wt.convert_folder(
-        str(tmp_path / "photos"), str(tmp_path / "shards"), split={"train": 0.8, "val": 0.2}
-    )
-    words = [
-        str(ROOT / "scripts" / "examples" / f"{name}_fit.py"),
-        *(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")),
-    ]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"accuracy \d+\.\d\d%; (\w+ bound|no bottleneck)", done.stdout), done.stdout
+    shards = converted(tmp_path, 80, split={"train": 0.8, "val": 0.2})
+    sets = [shards / f"{split}-*.tar" for split in ("train", "val")]
+    out = ran(EXAMPLES / f"{name}_fit.py", *sets, cwd=tmp_path)
+    assert re.search(r"accuracy \d+\.\d\d%; (\w+ bound|no bottleneck)", out), out
 
 
 @pytest.mark.slow
 def test_the_example_for_ray_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="Ray is not installed: pip install 'wdstrain[ray]'")
-    write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
-    wt.convert_folder(tmp_path / "photos", tmp_path / "shards")
-    script, storage = str(ROOT / "scripts" / "examples" / "ray_train.py"), tmp_path / "storage"
-    words = [sys.executable, script, f"{tmp_path}/shards/*.tar", "--storage", str(storage)]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    shards, storage = converted(tmp_path, 80), tmp_path / "storage"
+    words = [EXAMPLES / "ray_train.py", shards / "*.tar", "--storage", storage]
     for workers, epochs in ((2, 1), (1, 2)):
-        more = ["--workers", str(workers), "--epochs", str(epochs)]
-        done = subprocess.run([*words, *more], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert re.search(rf"^epoch {epochs}, step 5: loss", done.stdout, re.MULTILINE), done.stdout
+        out = ran(*words, "--workers", workers, "--epochs", epochs)
+        assert re.search(rf"^epoch {epochs}, step 5: loss", out, re.MULTILINE), out
     states = [torch.load(path, weights_only=True) for path in sorted(storage.rglob("state.pt"))]
     assert [state["loader"]["epoch"] for state in states] == [1, 2]  # no epoch was trained twice
 
 
 # --- Lightning: epochs and a resume ---------------------------------------------------------------
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", "use_distributed_sampler": False}
+QUIET |= dict.fromkeys(OFF, False)
 
 
 def lightning_fit(
@@ -102,11 +103,10 @@ def lightning_fit(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    fields, validated = {"label": wt.label()}, Counter[str]()
-    module = Module()
+    validated, module = Counter[str](), Module()
     with (
-        closing(wt.Loader(shards, fields, batch_size=4)) as train,
-        closing(wt.Loader(shards, fields, batch_size=4, shuffle=False, tail="keep")) as val,
+        wt.Loader(shards, LABEL, batch_size=4) as train,
+        wt.Loader(shards, LABEL, batch_size=4, shuffle=False, tail="keep") as val,
     ):
         trainer = lightning.Trainer(**QUIET, **options)
         trainer.fit(module, train, val, ckpt_path=resume)
@@ -118,46 +118,29 @@ def lightning_fit(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("options", "steps"),
+    ("options", "steps", "at"),
     [
-        ({}, 8),
-        ({"num_sanity_val_steps": 2, "val_check_interval": 3}, 8),
-        ({"limit_train_batches": 5}, 5),
-        ({"limit_train_batches": 0.5}, 4),
+        ({}, 8, 16),
+        ({"num_sanity_val_steps": 2, "val_check_interval": 3}, 8, 16),
+        ({"limit_train_batches": 5}, 5, 10),
+        ({"limit_train_batches": 0.5}, 4, 8),
+        ({}, 8, 11),
+        pytest.param({"num_sanity_val_steps": 2}, 8, 3, marks=pytest.mark.slow),
+        ({"limit_train_batches": 5}, 5, 8),
     ],
     ids=str,
 )
-def test_lightning_resumes_at_an_epoch_with_the_batches_of_an_undisturbed_run(
-    tmp_path: Path, options: dict[str, Any], steps: int
+def test_lightning_resumes_with_the_batches_of_an_undisturbed_run(
+    tmp_path: Path, options: dict[str, Any], steps: int, at: int
 ) -> None:
+    """At an epoch or within one. at: updates of the part that is resumed."""
     shards = write_shards(tmp_path / "shards", [20, 12])
-    whole, expected = lightning_fit(shards, tmp_path / "whole.ckpt", max_epochs=3, **options)
-    lightning_fit(shards, tmp_path / "part.ckpt", max_epochs=2, **options)
-    resume = {"resume": tmp_path / "part.ckpt", "max_epochs": 3}
-    seen, weights = lightning_fit(shards, tmp_path / "end.ckpt", **resume, **options)
-    assert len(whole) == 3 * steps
-    assert seen == whole[2 * steps :]
-    assert torch.equal(weights, expected)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("options", "steps", "epoch"),
-    [
-        ({}, 8, 1),
-        pytest.param({"num_sanity_val_steps": 2}, 8, 0, marks=pytest.mark.slow),
-        ({"limit_train_batches": 5}, 5, 1),
-    ],
-    ids=str,
-)
-def test_lightning_resumes_in_mid_epoch_with_the_batches_of_an_undisturbed_run(
-    tmp_path: Path, options: dict[str, Any], steps: int, epoch: int
-) -> None:
-    shards = write_shards(tmp_path / "shards", [20, 12])
-    at = epoch * steps + 3
-    files = {"save_at": at, "max_epochs": 3}
-    whole, expected = lightning_fit(shards, tmp_path / "part.ckpt", **files, **options)
-    resume = {"resume": tmp_path / "part.ckpt", "max_epochs": 3}
+    part, is_whole = tmp_path / "part.ckpt", at % steps == 0
+    files = {"max_epochs": 3, "save_at": 0 if is_whole else at}
+    whole, expected = lightning_fit(shards, part, **files, **options)
+    if is_whole:
+        lightning_fit(shards, part, max_epochs=at // steps, **options)
+    resume = {"resume": part, "max_epochs": 3}
     seen, weights = lightning_fit(shards, tmp_path / "end.ckpt", **resume, **options)
     assert len(whole) == 3 * steps
     assert seen == whole[at:]
@@ -219,9 +202,7 @@ def test_ranks_that_lightning_starts_share_the_samples(tmp_path: Path) -> None:
 def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
     tmp_path: Path, ranks: int
 ) -> None:
-    write_class_folder(tmp_path / "photos", {"cat": 48, "dog": 48})
-    wt.convert_folder(tmp_path / "photos", tmp_path / "shards")
-    words = [str(ROOT / "scripts" / "examples" / "train_loop.py"), str(tmp_path / "shards")]
+    words = [str(EXAMPLES / "train_loop.py"), str(converted(tmp_path, 96))]
     words += ["--epochs=2", "--batch-size=8", "--image-size=32", "--checkpoint-every=2", "--out"]
     outs = [tmp_path / "whole", tmp_path / "killed"]
 
@@ -230,14 +211,10 @@ def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        line = [sys.executable, *words, str(out)]
         return [
-            subprocess.Popen(
-                [sys.executable, *words, str(out)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **job, "RANK": str(rank)},
-            )
+            subprocess.Popen(line, env={**ENVIRONMENT, **job, "RANK": str(rank)}, **pipes)
             for rank in range(ranks)
         ]
 
@@ -272,7 +249,7 @@ def test_accelerate_resumes_in_mid_epoch(tmp_path: Path) -> None:
         layer = torch.nn.Linear(1, 1)
         optimizer = torch.optim.Adam(layer.parameters())
         model, optimizer = accelerator.prepare(layer, optimizer)
-        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+        with wt.Loader(shards, LABEL, batch_size=4) as loader:
             accelerator.register_for_checkpointing(loader)
             if resume:
                 accelerator.load_state(tmp_path / "state")
@@ -296,17 +273,22 @@ def test_accelerate_resumes_in_mid_epoch(tmp_path: Path) -> None:
 # --- Keras ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def keras(monkeypatch: pytest.MonkeyPatch) -> Any:
     if find_spec("keras") is None:
         pytest.skip("keras is not installed: pip install keras")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     import keras
 
     keras.utils.set_random_seed(1)
+    return keras
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
+    tmp_path: Path, keras: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     for split, count in (("train", 48), ("val", 41)):
         samples = (
@@ -314,14 +296,13 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
             for _ in range(count)
         )
         wt.pack(samples, tmp_path / split, classes=["a", "b", "c"])
-    fields = {"image": wt.image(size=32), "label": wt.label()}
     options: dict[str, Any] = {"shuffle": False, "tail": "keep", "batch_size": 41}
-    with closing(wt.Loader(tmp_path / "val", fields, **options)) as loader:
+    with wt.Loader(tmp_path / "val", {"image": wt.image(size=32), **LABEL}, **options) as loader:
         batch = next(loader.epoch(0, until=1))
     images = batch["image"].permute(0, 2, 3, 1).float() / 255
     right: list[float] = []
 
-    class Score(keras.callbacks.Callback):  # type: ignore[misc]
+    class Score(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             predicted = self.model(images, training=False).argmax(1).cpu()
             right.append(float((predicted == batch["label"]).float().mean()))
@@ -335,7 +316,7 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
         return fitted
 
     monkeypatch.setattr(keras.Sequential, "fit", scored_fit)
-    example = str(ROOT / "scripts" / "examples" / "keras_fit.py")
+    example = str(EXAMPLES / "keras_fit.py")
     words = [example, f"{tmp_path}/train/*.tar", f"{tmp_path}/val/*.tar", "--epochs", "4"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
@@ -346,12 +327,7 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_keras_resumes_in_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("keras") is None:
-        pytest.skip("keras is not installed: pip install keras")
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    import keras
-
+def test_keras_resumes_in_mid_epoch(tmp_path: Path, keras: Any) -> None:
     shards = write_shards(tmp_path / "shards", [20, 12])
     state: list[Any] = []
 
@@ -361,7 +337,7 @@ def test_keras_resumes_in_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
         model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
         seen = list[list[str]]()
-        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+        with wt.Loader(shards, LABEL, batch_size=4) as loader:
             if position is not None:
                 model.set_weights(weights)
                 loader.load_state_dict(position)
@@ -373,7 +349,7 @@ def test_keras_resumes_in_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                         label = batch["label"].float()[:, None]
                         yield label, label
 
-            class Save(keras.callbacks.Callback):  # type: ignore[misc]
+            class Save(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
                 def on_train_batch_end(self, number: int, logs: Any = None) -> None:
                     if number == 4 and not state:
                         state.extend([self.model.get_weights(), loader.state_dict()])
@@ -397,7 +373,7 @@ def test_the_trainer_of_hugging_face_resumes_in_mid_epoch(tmp_path: Path) -> Non
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     shards = write_shards(tmp_path / "shards", [40, 24])
-    example = runpy.run_path(str(ROOT / "scripts" / "examples" / "transformers_fit.py"))
+    example = runpy.run_path(str(EXAMPLES / "transformers_fit.py"))
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -410,7 +386,7 @@ def test_the_trainer_of_hugging_face_resumes_in_mid_epoch(tmp_path: Path) -> Non
             return {"loss": self.layer(label.float()[:, None]).mean()}
 
     def fit(resume: Path | None, *, skips: bool = False) -> Model:
-        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=8)) as loader:
+        with wt.Loader(shards, LABEL, batch_size=8) as loader:
             if resume is not None:
                 loader.load_state_dict(torch.load(resume / "loader.pt"))
             options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
@@ -443,38 +419,33 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "1"}
+# Environment, and the rank that it says, if it does
+RANKS: list[tuple[dict[str, str], tuple[int, int] | None]] = [
+    ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
+    ({"WORLD_SIZE": "1"}, (0, 1)),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2)),
+    ({"WORLD_SIZE": "2"}, None),
+    ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None),
+    ({"RANK": "1"}, None),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, None),
+    ({**STEP, "SLURM_NODELIST": "node[3-5]"}, (1, 3)),
+]
+
+
 @pytest.mark.usefixtures("bare_environment")
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2)),
-        ({"WORLD_SIZE": "1"}, (0, 1)),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2)),
-        ({"WORLD_SIZE": "2"}, None),
-        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None),
-        ({"RANK": "1"}, None),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, None),
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "1"}
-            | {"SLURM_NODELIST": "node[3-5]"},
-            (1, 3),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("environment", "rank"), RANKS, ids=str)
 def test_a_rank_of_a_job_is_known_or_refused(
-    tmp_path: Path,
+    shards: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     rank: tuple[int, int] | None,
 ) -> None:
-    """rank: that is right; None: the environment does not say it."""
-    shards = write_shards(tmp_path / "shards", [20, 12])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
     def loader_rank() -> tuple[int, int]:
-        with closing(wt.Loader(shards, {"label": wt.label()}, batch_size=4)) as loader:
+        with wt.Loader(shards, LABEL, batch_size=4) as loader:
             return loader.rank, loader.world_size
 
     found = result_or_refusal(loader_rank)
