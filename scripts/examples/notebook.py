@@ -106,13 +106,7 @@ loader = wt.Loader(train, fields, batch_size=32, seed=1)
 display(loader)
 
 # %% [markdown]
-# `wt.peek` of a loader shows samples after augmentation. The loader's position does not change.
-
-# %%
-display(wt.peek(loader))
-
-# %% [markdown]
-# A batch is a dict of tensors. Its memory is not reused while you hold a reference.
+# A batch is a dict of tensors. Its memory is not reused while you hold a reference. `wt.peek` shows its samples after augmentation.
 
 # %%
 batch = next(iter(loader))
@@ -221,7 +215,7 @@ def mistakes(model: nn.Module) -> list[str]:
 wrong = mistakes(model)
 right = 1 - len(wrong) / len(val.index)
 print(f"accuracy {right:.1%} on {len(val.index)} validation samples; wrong predictions:")
-display(wt.peek(val.index, keys=wrong[:5]))
+display(wt.peek(val.index.where(f"key in {wrong[:5]}")))
 
 # %% [markdown]
 # ## Stop and resume

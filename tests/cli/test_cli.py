@@ -184,7 +184,6 @@ def test_a_missing_input_is_wrong_usage_in_every_verb(
         ("index plain --columns x", "Use one of: cls, txt."),
         ("show pets --label x", "Use one of: label, "),
         ("show pets --class elk", "Use one of: cat, dog."),
-        ("show pets --key x", "Use a key such as "),
         ("train pets --label x --out out", "Use one of: label."),
         ("train pets --balance x --out out", "Use one of: label, key, "),
         ("train empty --out out", "Name a folder of shards"),

@@ -97,9 +97,6 @@ def test_a_name_with_a_line_break_cannot_pass_for_a_hint(
         (["--class", "b", "URL"], ["s000001"]),
         (["--class", "b", "--class", "c", "URL"], ["s000001", "s000002"]),
         (["URL", "--class", "b,c"], ["s000001", "s000002"]),
-        (["--key", "s000001", "URL"], ["s000001"]),
-        (["--key", "s000001,s000002", "-n", "1", "URL"], ["s000001", "s000002"]),
-        (["--key", "s000001", "--key", "s000002", "URL"], ["s000001", "s000002"]),
     ],
 )
 def test_options_with_several_values_may_stand_before_the_address(

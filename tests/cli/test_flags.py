@@ -92,7 +92,6 @@ def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
         (["verify", "absent", "--num-workers", "0"], "--num-workers 0: must be an integer >= 1"),
         (["bench", "absent", "--seconds", "-1"], "--seconds -1.0: must be > 0"),
         (["show", "absent", "--limit", "0"], "--limit 0: must be an integer >= 1"),
-        (["show", "absent", "--random", "--key", "a"], "Give only one of these"),
         (["index", "absent", "--classes", "a,b"], "needs --label, whose values"),
         (["remove", "absent"], "--where or --keys"),
         (["serve", "absent", "--port", "x"], "--port: 'x' is not an integer"),

@@ -48,7 +48,6 @@ def hostile(tmp_path: Path) -> Path:
         ["verify", "--decode"],
         ["show", "-n", "12"],
         ["show", "--class", "nothing"],
-        ["show", "--key", "nothing"],
         ["plan", "--batch-size", "4"],
         ["plan", "--batch-size", "4", "--label", "nothing"],
         ["index"],

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from wdstrain.cli.common import Shown, Verb, calling, is_utf8, result
+from wdstrain.cli.common import Shown, Verb, calling, is_utf8, print_json
 from wdstrain.inspection.options import (
     InfoOptions,
     PeekOptions,
@@ -71,15 +71,12 @@ def _show(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     peeked = peek(**vars(options))
     if file:
         peeked.save(file)
-    elif not arguments.json:
-        print_result(repr(peeked))
-        return 0
     for view in peeked.bad:
         print_message(f"{view.shard}: '{view.key}' at offset {view.offset}: {view.error}")
-    for note in peeked.notes:
-        print_message(note)
-    rows = [("shown", peeked.title), ("broken", str(len(peeked.bad))), ("file", file or "")]
-    result(arguments, {**peeked.as_dict(), "file": file}, rows)
+    if arguments.json:
+        print_json({**peeked.as_dict(), "file": file})
+    else:
+        print_result(f"{peeked.title}\n{file}" if file else repr(peeked))
     return 0
 
 

@@ -46,9 +46,7 @@ class InfoOptions(CheckedOptions):
 class PeekOptions(CheckedOptions):
     """Options of `wt.peek`."""
 
-    source: Any = shard_urls(
-        python="shards by any address, an Index, a Loader (its next samples), or a batch"
-    )
+    source: Any = shard_urls(python="shards by any address, an Index, or a batch of a loader")
     n: int = option(
         5,
         "number of samples; with --class, of each class (default: 24)",
@@ -77,14 +75,6 @@ class PeekOptions(CheckedOptions):
         parse=parse_list,
         several=True,
     )
-    keys: Sequence[str] = option(
-        (),
-        "show the samples with these keys",
-        metavar="KEY[,KEY...]",
-        flag="--key",
-        parse=parse_list,
-        several=True,
-    )
     label: str | None = option(
         None,
         "label to show, and whose classes are chosen (default: all labels, and the only one with "
@@ -95,18 +85,13 @@ class PeekOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("classes", "keys"):
-            given = map(str, as_list(getattr(self, name) or ()))
-            object.__setattr__(self, name, tuple(dict.fromkeys(given)))
+        object.__setattr__(
+            self, "classes", tuple(dict.fromkeys(map(str, as_list(self.classes or ()))))
+        )
         is_batch = isinstance(self.source, Mapping)  # whose classes are named
-        names, keys = 0 if is_batch else len(self.classes), len(self.keys)
-        if max(self.n * max(1, names), keys) > MAX_SHOWN:
+        most = self.n if is_batch else self.n * max(1, len(self.classes))
+        if most > MAX_SHOWN:
             raise UsageError(f"must be 1 to {MAX_SHOWN} samples in all.", option="n", value=self.n)
-        if keys and (names or self.order != "first"):
-            raise UsageError(
-                "samples are chosen by key, by class or at random.",
-                "Give only one of these.",
-            )
 
 
 @dataclass(frozen=True)

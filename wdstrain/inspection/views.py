@@ -109,16 +109,9 @@ class SampleView:
             self.add_error(name, error)
 
     def add(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
-        """Add a value of a field. classes: names of class numbers or class shares."""
-        is_array = isinstance(value, np.ndarray) and value.ndim > 0
-        if is_array and classes and value.shape == (len(classes),):
-            self.labels[name] = _shares_text(value, classes)
-        elif is_array and value.dtype == np.int64 and value.ndim == 2 and _is_image(value.shape):
-            self._add_mask(name, value, classes)
-        elif is_array:
-            self.fields[name] = f"{value.dtype}{list(value.shape)}"
-            if value.dtype.kind in "biuf" and _is_image(value.shape):
-                self.pictures[name] = _thumbnail(_to_image(value))
+        """Add a value of a field. classes: names of class numbers."""
+        if isinstance(value, np.ndarray) and value.ndim:
+            self._add_array(name, value, classes)
         elif isinstance(value, (np.ndarray, np.generic, int, float)):
             number = np.asarray(value).item()
             is_class = type(number) is int and 0 <= number < len(classes)
@@ -132,6 +125,15 @@ class SampleView:
             self.fields[name] = _shortened(value)
         else:
             self.text = _shortened(value)  # the caption
+
+    def _add_array(self, name: str, value: Array, classes: Sequence[str]) -> None:
+        """Add an array, as a picture if it has the shape of one. int64[h, w] is a mask."""
+        if value.dtype == np.int64 and value.ndim == 2 and _is_image(value.shape):
+            self._add_mask(name, value, classes)
+            return
+        self.fields[name] = f"{value.dtype}{list(value.shape)}"
+        if value.dtype.kind in "biuf" and _is_image(value.shape):
+            self.pictures[name] = _thumbnail(_to_image(value))
 
     def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
@@ -163,13 +165,6 @@ def _shortened(text: str) -> str:
     """Return the beginning of a text, as one line."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
-
-
-def _shares_text(shares: Array, classes: Sequence[str]) -> str:
-    """Return the classes with a share of at least 0.5 %, largest first. A whole one is a name."""
-    largest = [i for i in np.argsort(-shares, kind="stable").tolist() if shares[i] >= 0.005]
-    named = [f"{classes[i]} {shares[i]:.0%}".removesuffix(" 100%") for i in largest]
-    return _shortened(", ".join(named) or "none")
 
 
 # --- values as small images -----------------------------------------------------------------------
@@ -210,57 +205,43 @@ def _to_image(value: Array) -> Pixels:
 # --- sheets ---------------------------------------------------------------------------------------
 
 
-def png_sheet(rows: Sequence[Sequence[SampleView]], title: str, notes: Sequence[str]) -> bytes:
-    """Return a PNG with cells in a grid. Each of `rows` begins on a new line.
-
-    The cells of a line are as high as the longest text among them needs.
-    """
+def png_sheet(rows: Sequence[Sequence[SampleView]], title: str) -> bytes:
+    """Return a PNG with cells in a grid. Each of `rows` begins on a new line."""
     panels = max([1, *(len(view.pictures) for row in rows for view in row)])
     width = panels * (_CELL + _PADDING) + _PADDING
     columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
     lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
-    heights = [max(_height(view, width) for view in line) for line in lines]
+    cells = [[_cell(view, width) for view in line] for line in lines]
+    heights = [max(cell.height for cell in line) for line in cells]
     sheet_width = max(480, columns * width)
-    head = [line for text in (title, *notes) for line in _wrapped(text, sheet_width, 14)]
+    head = _wrapped(title, sheet_width, 14)
     top = 20 * len(head) + 2 * _PADDING
     sheet = Image.new("RGB", (sheet_width, top + sum(heights)), _BACK)
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
-    for line, height in zip(lines, heights, strict=True):
-        for column, view in enumerate(line):
-            sheet.paste(_cell(view, (width, height)), (column * width, top))
+    for line, height in zip(cells, heights, strict=True):
+        for column, cell in enumerate(line):
+            sheet.paste(cell, (column * width, top))
         top += height
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
 
 
-def _cell(view: SampleView, size: tuple[int, int]) -> Image.Image:
-    """Return the cell of a sample: its pictures, its texts and its key. size: in pixels."""
-    cell, step = Image.new("RGB", size, _CARD), _CELL + _PADDING
+def _cell(view: SampleView, width: int) -> Image.Image:
+    """Return the cell of a sample: its pictures, its texts and its key. width: in pixels."""
+    key = _wrapped(view.key, width, 11)[:2]
+    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
+    lines = [*lines[: _MAX_LINES - len(key)], *key]
+    top = _CELL + 2 * _PADDING if view.pictures else _PADDING
+    cell = Image.new("RGB", (width, top + _LINE * len(lines) + _PADDING), _CARD)
     for place, pixels in enumerate(view.pictures.values()):
         is_tiny = max(pixels.shape[:2]) <= _TINY  # its pixels stay crisp
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
         picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
-        cell.paste(picture, (_PADDING + place * step, _PADDING))
-    text, color = "\n".join(_texts(view, size[0])), _RED if view.error else _INK
-    ImageDraw.Draw(cell).text((_PADDING, _text_top(view)), text, color, _font(11), spacing=2)
-    return ImageOps.expand(ImageOps.crop(cell, 2), 2, _RED if view.error else _BACK)
-
-
-def _height(view: SampleView, width: int) -> int:
-    """Return the height that the cell of a sample needs, in pixels."""
-    return _text_top(view) + _LINE * len(_texts(view, width)) + _PADDING
-
-
-def _text_top(view: SampleView) -> int:
-    return _CELL + 2 * _PADDING if view.pictures else _PADDING
-
-
-def _texts(view: SampleView, width: int) -> list[str]:
-    """Return the lines of text of a cell: what there is to know of the sample, then its key."""
-    key = _wrapped(view.key, width, 11)[:2]
-    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
-    return [*lines[: _MAX_LINES - len(key)], *key]
+        cell.paste(picture, (_PADDING + place * (_CELL + _PADDING), _PADDING))
+    color, frame = (_RED, _RED) if view.error else (_INK, _BACK)
+    ImageDraw.Draw(cell).text((_PADDING, top), "\n".join(lines), color, _font(11), spacing=2)
+    return ImageOps.expand(ImageOps.crop(cell, 2), 2, frame)
 
 
 def _wrapped(text: str, width: int, size: int) -> list[str]:

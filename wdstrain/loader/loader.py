@@ -233,24 +233,11 @@ class Loader:
             position = position._replace(bad=0)  # they were counted on another rank
         self._state.restore(position)
 
-    def copy_with_threads(self) -> Loader:
-        """Return a loader of the same batches that decodes in threads, for a look at some batches.
-
-        It begins where the next `for` loop of this loader begins, and does not move this loader. No
-        process is forked while this loader runs threads. A transform gets the same `rng`; what it
-        draws from the global generators differs from what worker processes draw.
-        """
-        return _copied(*self._parts(self._state.next_start, num_workers=0))
-
     def __reduce__(self) -> tuple[Callable[..., Loader], tuple[Any, ...]]:
         """A copy is a loader of the same batches at the same position, which runs nothing yet."""
-        return _copied, self._parts(self._state.position)
-
-    def _parts(self, position: Position, **changes: Any) -> tuple[Any, ...]:
-        """Return the arguments of `_copied`. changes: of the options."""
         weights = self._plans.weighting  # the source holds only the chosen samples
-        changes |= {"where": None, "balance": None, "split": None, "weights": weights}
-        return type(self), self._plans.source, replace(self._options, **changes), position
+        chosen = replace(self._options, where=None, balance=None, split=None, weights=weights)
+        return _copied, (type(self), self._plans.source, chosen, self._state.position)
 
     # --- reports ----------------------------------------------------------------------------------
 
