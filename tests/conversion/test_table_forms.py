@@ -10,7 +10,6 @@ import json
 import lzma
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -22,17 +21,12 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-import wdstrain as wt
 from tests.conftest import picture
-from tests.support.tables import attempt, read_json, read_members, write_images, write_table
-from wdstrain.cli.main import main
+from tests.support.tables import Tables, attempt, read_json, read_members, write_table
 from wdstrain.errors import UsageError
 
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"), 6)
-
+FILES_OF_ROWS = [f"IMG/{n}.png" for n in range(3)]
+ROWS = pa.table({"file": FILES_OF_ROWS, "kind": ["cat", "dog", "cat"]})
 
 # --- objects of other libraries ---
 
@@ -64,20 +58,17 @@ FRAMES: dict[str, Callable[[pa.Table], Any]] = {
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_table_object_is_packed_or_the_error_names_what_is_accepted(
-    tmp_path: Path, images: Path, name: str
+    tables: Tables, name: str
 ) -> None:
-    table = pa.table({"file": [f"{n}.png" for n in range(3)], "kind": ["cat", "dog", "cat"]})
-    frame = FRAMES[name](table)
-    result = attempt(
-        lambda: wt.convert_table(frame, tmp_path / "out", image="file", label="kind", root=images)
-    )
+    frame = FRAMES[name](ROWS)
+    result = attempt(lambda: tables.convert(frame, label="kind", root=tables.folder))
     assert isinstance(result, str) == (name in REFUSED)
     if isinstance(result, str):
         assert "DataFrame" in result
         assert "Arrow" in result
     else:
-        members = read_members(tmp_path / "out")
-        assert [members[f"{n}.cls"] for n in range(3)] == [b"0", b"1", b"0"]
+        packed = tables.samples
+        assert [packed[f"IMG/{n}"]["cls"] for n in range(3)] == [b"0", b"1", b"0"]
 
 
 # --- folders of tables ---
@@ -85,102 +76,74 @@ def test_a_table_object_is_packed_or_the_error_names_what_is_accepted(
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
 @pytest.mark.parametrize("pattern", ["", "*/*"])
-def test_partition_folders_are_columns(
-    tmp_path: Path, images: Path, form: str, pattern: str
-) -> None:
-    for number, kind in enumerate(["cat", "dog", "cat"]):
-        path = tmp_path / "t" / f"kind={kind}" / f"part-{number}"
-        write_table(path, form, file=[f"{number}.png"], n=[number])
-    result = attempt(
-        lambda: wt.convert_table(
-            tmp_path / "t" / pattern,
-            tmp_path / "out",
-            image="file",
-            label=["kind", "n"],
-            root=images,
-        )
-    )
-    assert not isinstance(result, str), result
-    assert sorted((row["n"], row["kind"]) for row in read_json(tmp_path / "out")) == [
-        (0, "cat"),
-        (1, "dog"),
-        (2, "cat"),
-    ]
-    assert result.labels[0].classes == ("cat", "dog")
+def test_partition_folders_are_columns(tables: Tables, form: str, pattern: str) -> None:
+    kinds, folder = ["cat", "dog", "cat"], tables.folder / "t"
+    for number, kind in enumerate(kinds):
+        path = folder / f"kind={kind}" / f"part-{number}"
+        write_table(path, form, file=[f"IMG/{number}.png"], n=[number])
+    index = tables(folder / pattern, label=["kind", "n"], root=tables.folder)
+    rows = sorted((row["n"], row["kind"]) for row in read_json(tables.out))
+    assert rows == [*enumerate(kinds)]
+    assert index.labels[0].classes == ("cat", "dog")
 
 
-def test_partitions_may_be_nested_encoded_or_without_a_value(tmp_path: Path, images: Path) -> None:
+def test_partitions_may_be_nested_encoded_or_without_a_value(tables: Tables) -> None:
     partitions = ["year=2024/kind=a%2Fb", "year=2024/kind=cat"]
     partitions += ["year=2025/kind=__HIVE_DEFAULT_PARTITION__"]
     for number, partition in enumerate(partitions):
-        write_table(
-            tmp_path / "t" / partition / "part", "parquet", file=[f"{number}.png"], n=[number]
-        )
-    wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=images)
-    rows = sorted(read_json(tmp_path / "out"), key=lambda row: int(row["n"]))
-    assert [(str(row.get("year")), row.get("kind")) for row in rows] == [
-        ("2024", "a/b"),
-        ("2024", "cat"),
-        ("2025", None),
-    ]
+        path = tables.folder / "t" / partition / "part"
+        write_table(path, "parquet", file=[f"IMG/{number}.png"], n=[number])
+    tables(tables.folder / "t", root=tables.folder)
+    rows = sorted(read_json(tables.out), key=lambda row: int(row["n"]))
+    years = [(str(row.get("year")), row.get("kind")) for row in rows]
+    assert years == [("2024", "a/b"), ("2024", "cat"), ("2025", None)]
+
+
+LEFTOVERS = [
+    "_temporary/0/attempt_0/part-1",
+    "_delta_log/part-1",
+    "_part-1",
+    ".hidden/part-1",
+    ".ipynb_checkpoints/part-1-checkpoint",
+    "__MACOSX/._part-1",
+    ".part-1",
+]
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
-@pytest.mark.parametrize(
-    "leftover",
-    [
-        "_temporary/0/attempt_0/part-1",
-        "_delta_log/part-1",
-        "_part-1",
-        ".hidden/part-1",
-        ".ipynb_checkpoints/part-1-checkpoint",
-        "__MACOSX/._part-1",
-        ".part-1",
-    ],
-)
 def test_leftovers_of_other_programs_beside_tables_are_not_packed(
-    tmp_path: Path, images: Path, form: str, leftover: str
+    tables: Tables, form: str
 ) -> None:
-    write_table(tmp_path / "t" / "part-0", form, file=["0.png", "1.png"], n=[0, 1])
-    write_table(tmp_path / "t" / leftover, form, file=["0.png", "2.png"], n=[0, 2])
-    (tmp_path / "t" / "_SUCCESS").touch()
-    index = wt.convert_table(tmp_path / "t", tmp_path / "out", image="file", root=images)
-    assert [index.key(n).rpartition("/")[2] for n in range(len(index))] in (["0", "1"], ["1", "0"])
+    folder = tables.folder / "t"
+    write_table(folder / "part-0", form, file=["IMG/0.png", "IMG/1.png"], n=[0, 1])
+    for leftover in LEFTOVERS:
+        write_table(folder / leftover, form, file=["IMG/0.png", "IMG/2.png"], n=[0, 2])
+    (folder / "_SUCCESS").touch()
+    tables(folder, root=tables.folder)
+    assert set(tables.samples) == {"IMG/0", "IMG/1"}
 
 
 # --- file formats ---
 
 
 def _csv_bytes(rows: pa.Table) -> bytes:
-    lines = [
-        ",".join(rows.column_names),
-        *map(",".join, zip(*rows.to_pydict().values(), strict=True)),
-    ]
-    return ("\n".join(lines) + "\n").encode()
+    return rows.to_pandas().to_csv(index=False).encode()
+
+
+def _lines(rows: pa.Table, **options: Any) -> bytes:
+    return "".join(json.dumps(row, **options) + "\n" for row in rows.to_pylist()).encode()
+
+
+def _written(write: Callable[[io.BytesIO], object]) -> bytes:
+    sink = io.BytesIO()
+    write(sink)
+    return sink.getvalue()
 
 
 def _arrow_bytes(rows: pa.Table, writer: Callable[..., Any]) -> bytes:
     sink = io.BytesIO()
     with writer(sink, rows.schema) as opened:
         opened.write_table(rows)
-    return sink.getvalue()
-
-
-def _feather_bytes(rows: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    pyarrow.feather.write_feather(rows, sink)
-    return sink.getvalue()
-
-
-def _parquet_bytes(rows: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(rows, sink)
-    return sink.getvalue()
-
-
-def _numpy_bytes(save: Callable[..., None]) -> bytes:
-    sink = io.BytesIO()
-    save(sink, np.arange(3))
     return sink.getvalue()
 
 
@@ -191,61 +154,47 @@ def _zip_bytes(name: str, data: bytes) -> bytes:
     return sink.getvalue()
 
 
+_LISTED = ("array", "json lines")
 _COMPRESSED = ("compress", "unpack", "gzip", "zip archive")
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(504)  # the first bytes of .xls
 
 # file name -> (bytes of a table in this form, words that name the form)
-FILES: dict[str, tuple[Callable[[pa.Table], bytes], tuple[str, ...]]] = {
-    "array.json": (lambda rows: json.dumps(rows.to_pylist()).encode(), ("array", "json lines")),
-    "indented.json": (
-        lambda rows: json.dumps(rows.to_pylist(), indent=1).encode(),
-        ("array", "json lines"),
+FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "array.json": (json.dumps(ROWS.to_pylist()).encode(), _LISTED),
+    "indented.json": (json.dumps(ROWS.to_pylist(), indent=1).encode(), _LISTED),
+    "pretty.jsonl": (_lines(ROWS, indent=1), ("json lines", "one line", "each line")),
+    "pandas.json": (ROWS.to_pandas().to_json().encode(), ("json lines", "orient", "records")),
+    "stream.arrow": (_arrow_bytes(ROWS, pa.ipc.new_stream), ("arrow",)),
+    "file.arrow": (_arrow_bytes(ROWS, pa.ipc.new_file), ("arrow",)),
+    "rows.feather": (
+        _written(lambda sink: pyarrow.feather.write_feather(ROWS, sink)),
+        ("arrow", "feather"),
     ),
-    "pretty.jsonl": (
-        lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows.to_pylist()).encode(),
-        ("json lines", "one line", "each line"),
-    ),
-    "pandas.json": (
-        lambda rows: str(rows.to_pandas().to_json()).encode(),
-        ("json lines", "orient", "records"),
-    ),
-    "stream.arrow": (lambda rows: _arrow_bytes(rows, pa.ipc.new_stream), ("arrow",)),
-    "file.arrow": (lambda rows: _arrow_bytes(rows, pa.ipc.new_file), ("arrow",)),
-    "rows.feather": (_feather_bytes, ("arrow", "feather")),
-    "parquet.csv": (_parquet_bytes, ("parquet",)),
-    "lines.csv": (
-        lambda rows: "".join(json.dumps(row) + "\n" for row in rows.to_pylist()).encode(),
-        ("json",),
-    ),
-    "rows.npz": (lambda rows: _numpy_bytes(np.savez), ("numpy", "arrays")),
-    "rows.npy": (lambda rows: _numpy_bytes(np.save), ("numpy", "arrays")),
-    "rows.xlsx": (lambda rows: _zip_bytes("xl/workbook.xml", b"<x/>"), ("excel", "spreadsheet")),
-    "rows.xls": (lambda rows: _OLE, ("excel", "spreadsheet")),
-    "rows.db": (lambda rows: b"SQLite format 3\0" + bytes(84), ("sqlite",)),
-    "rows.avro": (lambda rows: b"Obj\x01\x04\x16avro.schema\x02{}" + bytes(50), ("avro",)),
-    "rows.orc": (lambda rows: b"ORC" + bytes(100), ("orc",)),
-    "rows.csv.gz": (lambda rows: gzip.compress(_csv_bytes(rows)), _COMPRESSED),
-    "gzip.csv": (lambda rows: gzip.compress(_csv_bytes(rows)), _COMPRESSED),
-    "rows.csv.bz2": (lambda rows: bz2.compress(_csv_bytes(rows)), _COMPRESSED),
-    "rows.csv.xz": (lambda rows: lzma.compress(_csv_bytes(rows)), _COMPRESSED),
-    "rows.zip": (lambda rows: _zip_bytes("rows.csv", _csv_bytes(rows)), _COMPRESSED),
-}  # fmt: skip
+    "parquet.csv": (_written(lambda sink: pyarrow.parquet.write_table(ROWS, sink)), ("parquet",)),
+    "lines.csv": (_lines(ROWS), ("json",)),
+    "rows.npz": (_written(lambda sink: np.savez(sink, np.arange(3))), ("numpy", "arrays")),
+    "rows.npy": (_written(lambda sink: np.save(sink, np.arange(3))), ("numpy", "arrays")),
+    "rows.xlsx": (_zip_bytes("xl/workbook.xml", b"<x/>"), ("excel", "spreadsheet")),
+    "rows.xls": (_OLE, ("excel", "spreadsheet")),
+    "rows.db": (b"SQLite format 3\0" + bytes(84), ("sqlite",)),
+    "rows.avro": (b"Obj\x01\x04\x16avro.schema\x02{}" + bytes(50), ("avro",)),
+    "rows.orc": (b"ORC" + bytes(100), ("orc",)),
+    "rows.csv.gz": (gzip.compress(_csv_bytes(ROWS)), _COMPRESSED),
+    "gzip.csv": (gzip.compress(_csv_bytes(ROWS)), _COMPRESSED),
+    "rows.csv.bz2": (bz2.compress(_csv_bytes(ROWS)), _COMPRESSED),
+    "rows.csv.xz": (lzma.compress(_csv_bytes(ROWS)), _COMPRESSED),
+    "rows.zip": (_zip_bytes("rows.csv", _csv_bytes(ROWS)), _COMPRESSED),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_in_another_form_is_read_or_its_form_is_named(
-    tmp_path: Path, images: Path, name: str
-) -> None:
-    encode, words = FILES[name]
-    rows = pa.table({"file": [f"{n}.png" for n in range(3)], "kind": ["cat", "dog", "cat"]})
-    (tmp_path / name).write_bytes(encode(rows))
-    result = attempt(
-        lambda: wt.convert_table(
-            tmp_path / name, tmp_path / "out", image="file", label="kind", root=images
-        )
-    )
+def test_a_file_in_another_form_is_read_or_its_form_is_named(tables: Tables, name: str) -> None:
+    data, words = FILES[name]
+    path = tables.folder / name
+    path.write_bytes(data)
+    result = attempt(lambda: tables(path, label="kind"))
     if isinstance(result, str):
-        message = result.replace(str(tmp_path / name), "").lower()
+        message = result.replace(str(path), "").lower()
         accepted = all(form in message for form in ("csv", "jsonl", "parquet"))
         assert accepted or any(word in message for word in words)
     else:
@@ -254,118 +203,93 @@ def test_a_file_in_another_form_is_read_or_its_form_is_named(
 
 # --- dialects of text tables ---
 
-# name -> (text after the file name, encoding, option that reads it, text of the caption column)
+# name -> (text, encoding, option that reads it, text of the caption column)
 DIALECTS: dict[str, tuple[str, str, dict[str, str], str]] = {
     "quotes escaped by backslashes": (
-        'file,said\n{},"a 2\\" nail, bent"\n',
-        "utf-8",
-        {"escape": "\\"},
-        'a 2" nail, bent',
+        'file,said\nIMG/0.png,"a 2\\" nail, bent"\n', "utf-8", {"escape": "\\"}, 'a 2" nail, bent'
     ),
-    "line that names the delimiter": ("sep=;\nfile;said\n{};a, b\n", "utf-8", {}, "a, b"),
-    "Windows code page": ("file,said\n{},K\u00e4se\n", "cp1252", {"encoding": "cp1252"}, "K\u00e4se"),
-    "UTF-16": ("file,said\n{},K\u00e4se\n", "utf-16", {"encoding": "utf-16"}, "K\u00e4se"),
-    "bars": ("file|said\n{}|a, b\n", "utf-8", {"delimiter": "|"}, "a, b"),
-    "tabs in a .csv": ("file\tsaid\n{}\ta, b\n", "utf-8", {"delimiter": "\t"}, "a, b"),
+    "line that names the delimiter": ("sep=;\nfile;said\nIMG/0.png;a, b\n", "utf-8", {}, "a, b"),
+    "Windows code page": (
+        "file,said\nIMG/0.png,K\u00e4se\n", "cp1252", {"encoding": "cp1252"}, "K\u00e4se"
+    ),
+    "UTF-16": ("file,said\nIMG/0.png,K\u00e4se\n", "utf-16", {"encoding": "utf-16"}, "K\u00e4se"),
+    "bars": ("file|said\nIMG/0.png|a, b\n", "utf-8", {"delimiter": "|"}, "a, b"),
+    "tabs in a .csv": ("file\tsaid\nIMG/0.png\ta, b\n", "utf-8", {"delimiter": "\t"}, "a, b"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_dialect_of_text_tables_is_read_or_the_error_names_the_option(
-    tmp_path: Path, images: Path, name: str
+    tables: Tables, name: str
 ) -> None:
     text, encoding, option, said = DIALECTS[name]
-    (tmp_path / "t.csv").write_bytes(text.format("0.png").encode(encoding))
-
-    def convert(**options: Any) -> wt.Index:
-        return wt.convert_table(
-            tmp_path / "t.csv", tmp_path / "out", image="file", root=images, **options
-        )
-
-    result = attempt(convert)
+    path = tables.folder / "t.csv"
+    path.write_bytes(text.encode(encoding))
+    result = attempt(lambda: tables(path))
     if isinstance(result, str):
         assert option
         assert all(name in result for name in option)
-        convert(**option)
-    assert [row["said"] for row in read_json(tmp_path / "out")] == [said]
+        tables(path, **option)
+    assert tables.entries("said") == {"IMG/0": said}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("delimiter", [",", ";"])
 def test_common_dialects_need_no_option(
-    tmp_path: Path, images: Path, encoding: str, newline: str, delimiter: str
+    tables: Tables, encoding: str, newline: str, delimiter: str
 ) -> None:
-    lines = ["file,said", '0.png,"K\u00e4se ""2"""', ""]
-    text = newline.join(lines).replace(",", delimiter)
-    (tmp_path / "t.csv").write_bytes(text.encode(encoding))
-    wt.convert_table(tmp_path / "t.csv", tmp_path / "out", image="file", root=images)
-    assert [row["said"] for row in read_json(tmp_path / "out")] == ['K\u00e4se "2"']
+    text = newline.join(["file,said", 'IMG/0.png,"K\u00e4se ""2"""', ""]).replace(",", delimiter)
+    path = tables.folder / "t.csv"
+    path.write_bytes(text.encode(encoding))
+    tables(path)
+    assert tables.entries("said") == {"IMG/0": 'K\u00e4se "2"'}
 
 
-def test_decimal_commas_are_read_by_an_option(tmp_path: Path, images: Path) -> None:
-    rows = ["file;angle;said", *(f"{n}.png;{n},5;a,{n}" for n in range(6))]
-    (tmp_path / "t.csv").write_text("\n".join(rows))
-
-    def convert(**options: Any) -> wt.Index:
-        return wt.convert_table(
-            tmp_path / "t.csv",
-            tmp_path / "out",
-            image="file",
-            label="angle",
-            root=images,
-            **options,
-        )
-
+def test_decimal_commas_are_read_by_an_option(tables: Tables) -> None:
+    rows = ["file;angle;said", *(f"IMG/{n}.png;{n},5;a,{n}" for n in range(6))]
     with pytest.raises(UsageError, match=r"'angle' holds '0,5' .*decimal=','"):
-        convert()
-    index = convert(decimal=",")
+        tables("\n".join(rows), label="angle")
+    index = tables("\n".join(rows), label="angle", decimal=",")
     assert index.labels[0].kind == "number"
-    assert sorted(index.table["angle"].to_pylist()) == [n + 0.5 for n in range(6)]
-    assert sorted(row["said"] for row in read_json(tmp_path / "out")) == [
-        f"a,{n}" for n in range(6)
-    ]
+    assert tables.entries("angle") == {f"IMG/{n}": n + 0.5 for n in range(6)}
+    assert tables.entries("said") == {f"IMG/{n}": f"a,{n}" for n in range(6)}
 
 
-def test_a_sign_makes_a_number_and_no_flag(tmp_path: Path, images: Path) -> None:
-    rows = ["file,n,said", *(f"{n}.png,+{n},+true" for n in range(3))]
-    (tmp_path / "t.csv").write_text("\n".join(rows))
-    index = wt.convert_table(tmp_path / "t.csv", tmp_path / "out", image="file", root=images)
+def test_a_sign_makes_a_number_and_no_flag(tables: Tables) -> None:
+    index = tables("\n".join(["file,n,said", *(f"IMG/{n}.png,+{n},+true" for n in range(3))]))
     assert sorted(index.table["n"].to_pylist()) == [0, 1, 2]
     assert index.table["said"].to_pylist() == ["+true"] * 3
 
 
-def test_a_column_becomes_the_caption(tmp_path: Path, images: Path) -> None:
+def test_a_column_becomes_the_caption(tables: Tables) -> None:
     said = ["a dog", "", 'K\u00e4se, 2 "pieces"']
-    table = write_table(
-        tmp_path / "t", "csv", file=[f"{n}.png" for n in range(3)], said=said, n=[1, 2, 3]
-    )
-    words = ["convert", "table", str(table), str(tmp_path / "out"), "--image", "file"]
-    assert main([*words, "--root", str(images), "--text", "said"]) == 0
-    members = read_members(tmp_path / "out")
-    assert members["0.txt"] == b"a dog"
-    assert "1.txt" not in members
-    assert members["2.txt"].decode() == said[2]
-    assert json.loads(members["2.json"]) == {"n": 3}
+    table = {"file": FILES_OF_ROWS, "said": said, "n": [1, 2, 3]}
+    assert tables.command(table, "--text", "said") == 0
+    packed = tables.samples
+    assert packed["IMG/0"]["txt"] == b"a dog"
+    assert "txt" not in packed["IMG/1"]
+    assert packed["IMG/2"]["txt"].decode() == said[2]
+    assert json.loads(packed["IMG/2"]["json"]) == {"n": 3}
 
 
 @pytest.mark.parametrize("writer", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_a_folder_of_arrow_files_with_class_names_is_packed(
-    tmp_path: Path, writer: Callable[..., Any]
+    tables: Tables, writer: Callable[..., Any]
 ) -> None:
     """As `save_to_disk` of Hugging Face writes it: a folder for each split."""
     names = {"info": {"features": {"kind": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
     for number, split in enumerate(("train", "test")):
         rows = pa.table({"image": [picture(2 * number + n) for n in range(2)], "kind": [1, 0]})
-        folder = tmp_path / "t" / split
+        folder = tables.folder / "t" / split
         folder.mkdir(parents=True)
         rows = rows.replace_schema_metadata({"huggingface": json.dumps(names)})
         (folder / "data-00000-of-00001.arrow").write_bytes(_arrow_bytes(rows, writer))
         (folder / "dataset_info.json").write_text("{}")
-    index = wt.convert_table(tmp_path / "t", tmp_path / "out", image="image", label="kind")
+    index = tables(tables.folder / "t", image="image", label="kind")
     assert index.labels[0].classes == ("cat", "dog")
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 2, "test": 2}
-    members = read_members(tmp_path / "out")
+    members = read_members(tables.out)
     key = "test/data-00000-of-00001/row-000000001"
     assert (members[f"{key}.png"], members[f"{key}.cls"]) == (picture(2), b"1")
 
@@ -397,16 +321,9 @@ VALUES: dict[str, pa.Array] = {
 }
 
 
-def _write_far(path: Path, values: pa.Array) -> Path:
-    table = pa.table({"image": [picture(n, size=(4, 4)) for n in range(3)], "until": values})
-    pyarrow.parquet.write_table(table, path)
-    return path
-
-
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_beyond_pythons_types_is_stored_or_a_bad_sample(tmp_path: Path, name: str) -> None:
-    table = _write_far(tmp_path / "t.parquet", VALUES[name])
-    index = wt.convert_table(table, tmp_path / "out", image="image", on_error="skip")
+def test_a_value_beyond_pythons_types_is_stored_or_a_bad_sample(tables: Tables, name: str) -> None:
+    index = tables({"file": FILES_OF_ROWS, "until": VALUES[name]}, "parquet", on_error="skip")
     assert len(index) + index.info["skipped"] == 3
     assert len(index) >= 2
 
@@ -420,17 +337,15 @@ def test_a_value_beyond_pythons_types_is_stored_or_a_bad_sample(tmp_path: Path, 
     ],
 )
 def test_a_far_date_that_decides_about_its_row_is_used_or_a_bad_sample(
-    tmp_path: Path, options: dict[str, Any]
+    tables: Tables, options: dict[str, Any]
 ) -> None:
-    table = _write_far(tmp_path / "t.parquet", _DATE)
-    result = attempt(
-        lambda: wt.convert_table(table, tmp_path / "out", image="image", on_error="skip", **options)
-    )
+    rows = {"file": FILES_OF_ROWS, "until": _DATE}
+    result = attempt(lambda: tables(rows, "parquet", on_error="skip", **options))
     assert "until" in result if isinstance(result, str) else len(result) >= 1
 
 
-def test_far_times_in_a_data_frame_are_stored_or_bad_samples(tmp_path: Path) -> None:
+def test_far_times_in_a_data_frame_are_stored_or_bad_samples(tables: Tables) -> None:
     times = pandas.arrays.ArrowExtensionArray(VALUES["microseconds"])
-    frame = pandas.DataFrame({"image": [picture(n, size=(4, 4)) for n in range(3)], "until": times})
-    index = wt.convert_table(frame, tmp_path / "out", image="image", on_error="skip")
+    frame = pandas.DataFrame({"file": FILES_OF_ROWS, "until": times})
+    index = tables(frame, on_error="skip")
     assert len(index) + index.info["skipped"] == 3

@@ -15,6 +15,7 @@ import pyarrow.parquet
 
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset
+from wdstrain.cli import main
 
 Result = TypeVar("Result")
 
@@ -87,3 +88,63 @@ def skipped_rows(out: Path) -> dict[int, str]:
 def read_json(out: Path) -> list[dict[str, Any]]:
     """Return the json field of every sample of a folder."""
     return [json.loads(data) for name, data in read_members(out).items() if name.endswith(".json")]
+
+
+class Tables:
+    """Converts tables beside IMG/0.png to IMG/11.png, each into a new folder `out`.
+
+    table: text of t.csv, the columns of a table in a form of `FORMS`, or what `convert_table` takes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out, self._count = folder, folder / "out", 0
+        write_pictures(folder / "IMG", range(12))
+
+    def __call__(self, table: Any, form: str = "csv", **options: Any) -> wt.Index:
+        """Convert a table whose images are in the column `file`."""
+        table = self.write(table, form)
+        if isinstance(table, pandas.DataFrame):
+            options = {"root": self.folder, **options}
+        return self.convert(table, **options)
+
+    def convert(self, table: Any, **options: Any) -> wt.Index:
+        """Convert a table as it is given."""
+        self._count += 1
+        self.out = self.folder / f"out{self._count}"
+        return wt.convert_table(table, self.out, **{"image": "file", **options})
+
+    def command(self, table: Any, *words: str) -> int:
+        """Convert a table by the command, and return its status."""
+        paths = [str(self.write(table)), str(self.out)]
+        return main(["convert", "table", *paths, "--image", "file", *words])
+
+    def write(self, table: Any, form: str = "csv") -> Any:
+        if isinstance(table, dict):
+            return write_table(self.folder / "t", form, **table)
+        if not isinstance(table, str) or "\n" not in table:
+            return table
+        (self.folder / "t.csv").write_text(table, encoding="utf-8")
+        return self.folder / "t.csv"
+
+    @property
+    def samples(self) -> dict[str, dict[str, bytes]]:
+        return read_samples(self.out)
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        return skipped_rows(self.out)
+
+    def entries(self, name: str) -> dict[str, Any]:
+        """Return {key: the json entry `name`}."""
+        return {key: json.loads(fields["json"])[name] for key, fields in self.samples.items()}
+
+
+def labelled(cells: list[Any]) -> dict[str, list[Any]]:
+    """Return columns of a table with an image and a cell of `y` in each row."""
+    return {"file": [f"IMG/{n % 12}.png" for n in range(len(cells))], "y": cells}
+
+
+def pictured(cells: list[Any], name: str = "y") -> pandas.DataFrame:
+    """Return a table with an encoded image and a cell in each row."""
+    images = [picture(n, size=(4, 4)) for n in range(len(cells))]
+    return pandas.DataFrame({"image": images, name: pandas.Series(cells, dtype=object)})
