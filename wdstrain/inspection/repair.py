@@ -27,13 +27,15 @@ from wdstrain.inspection.scan import (
     Entry,
     ShardCheck,
     ShardScan,
-    compared,
+    as_packed,
     each_shard,
     field_kind,
     is_header,
     limited,
+    missing,
     rows_of,
     shards_at,
+    without,
 )
 from wdstrain.inspection.verify import ShardsRead
 from wdstrain.loader.stats import Finding
@@ -166,31 +168,21 @@ def recover(scan: ShardScan, expected: Index) -> ShardCheck:
     """
     deque(scan.samples(), maxlen=0)
     listed = expected.shards[0]
-    found = scan.index(listed)
-    by_checksums = expected.offsets.has_checksums and listed.sha256 != scan.sha256
-    taken, lost = (Taken(), list[Finding]()) if by_checksums else _by_headers(scan, found)
-    named = {*taken, *(finding.key for finding in lost)}
-    for key, members, wrong in compared(scan, found, expected):
-        if key not in named:
-            lost += wrong
-        if by_checksums and not wrong:
-            taken[key] = members
-    lost += _strangers(scan, found, expected) if by_checksums else scan.damages
+    found, is_changed = scan.index(listed), listed.sha256 != scan.sha256
+    if is_changed and expected.offsets.has_checksums:
+        taken, lost = as_packed(scan, found, expected)
+        if strange := without(found, expected):  # the shard was replaced
+            count = counted(len(strange), "sample")
+            others = f"holds {count} that its index does not list, the first '{strange[0][0]}'"
+            lost.append(
+                scan.finding(f"{others}; they are not copied. Run: wdstrain index on it first")
+            )
+    else:
+        taken, lost = _by_headers(scan, found)
+        lost += [*(missing(scan, found, expected) if is_changed else ()), *scan.damages]
     rows = [(key, own[0][1], own[-1][1], own) for key, own in taken.items()]
     shard = Shard(scan.source.path, len(taken), scan.size)
     return ShardCheck(lost, Index((shard,), Offsets.of_samples(rows)))
-
-
-def _strangers(scan: ShardScan, found: Index, expected: Index) -> Iterator[Finding]:
-    """Yield a finding for the samples that an index does not list: the shard was replaced."""
-    keys, known = (index.keys(np.arange(len(index))) for index in (found, expected))
-    listed = {*known}
-    if strange := [key for key in keys if key not in listed]:
-        yield scan.finding(
-            f"holds {counted(len(strange), 'sample')} that its index does not list, the first "
-            f"'{strange[0]}'; "
-            "they are not copied. Run: wdstrain index on it first"
-        )
 
 
 def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:

@@ -29,9 +29,9 @@ from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, load, remains
+from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
 from wdstrain.shards.offsets import Offsets, Row
-from wdstrain.shards.resolve import picked
+from wdstrain.shards.resolve import picked, places_at
 from wdstrain.shards.tar import Member, SkippedMembers, Window, by_key, check_plain, walk
 from wdstrain.shards.tar_headers import BLOCK, EXTENSIONS, Fault, size_in
 from wdstrain.storage.addresses import (
@@ -61,13 +61,17 @@ class ShardCheck:
 
     found: its samples, or the intact ones for `repair`; no shard if it could not be read to its
     end. hashes: of the contents and of the images (0: none) of each sample, valid within this
-    process. counts: of members and values, by (what they are, name).
+    process. columns: values that were compared, by column. decoded: members, by field. ignored: members
+    that belong to no sample, by reason. is_unindexed: there are no checksums.
     """
 
     findings: list[Finding]
     found: Index = field(default_factory=Index)
     hashes: array[int] = field(default_factory=lambda: array("q"))
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    columns: Counter[str] = field(default_factory=Counter)
+    decoded: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    is_unindexed: bool = False
 
 
 class ShardScan(Window):
@@ -220,33 +224,46 @@ def each_shard(
 # --- comparing with an index ----------------------------------------------------------------------
 
 
-def compared(
+def as_packed(
     scan: ShardScan, found: Index, expected: Index
-) -> Iterator[tuple[str, list[Entry], list[Finding]]]:
-    """Yield (key, its members, what is wrong with them) of each sample of an index.
+) -> tuple[dict[str, list[Entry]], list[Finding]]:
+    """Return the members of each sample that is as an index with checksums says, and other members.
 
-    With checksums, a member lies where the scan found its bytes with this key, or else where the
-    index says. Without, a sample is there if its key is. found: all samples of the scan.
+    A member lies where the scan found its bytes with this key, or else where the index says. found:
+    all samples of the scan.
     """
     rows = [(key, *member) for key, members in rows_of(found) for member in members]
     places = {(key, name, size, crc): offset for key, name, offset, size, crc in rows}
     sums = {(offset, size): crc for _, _, offset, size, crc in rows}
-    keys, has_checksums = {key for key, *_ in rows}, expected.offsets.has_checksums
+    intact, lost = dict[str, list[Entry]](), list[Finding]()
     for key, wanted in rows_of(expected):
-        members, wrong = list[Entry](), list[Finding]()
-        if not has_checksums and key not in keys:
-            absent = scan.finding("it is not there, as the index says", key, offset=wanted[0][1])
-            wrong.append(absent)
-        for name, offset, size, crc in wanted if has_checksums else ():
+        members = list[Entry]()
+        for name, offset, size, crc in wanted:
             place = places.get((key, name, size, crc), offset)
             actual = sums.get((place, size))
             if actual is None:  # its header is damaged
                 actual = crc32(scan.source.bytes_at(place, size))
-            if actual != crc:
+            if actual == crc:
+                members.append((name, place, size, crc))
+            else:
                 reason = "the bytes are not those that were packed"
-                wrong.append(scan.finding(reason, key, name, offset))
-            members.append((name, place, size, crc))
-        yield key, members, wrong
+                lost.append(scan.finding(reason, key, name, offset))
+        if len(members) == len(wanted):
+            intact[key] = members
+    return intact, lost
+
+
+def missing(scan: ShardScan, found: Index, expected: Index) -> list[Finding]:
+    """Return a finding for each sample of an index that a shard does not have."""
+    reason = "it is not there, as the index says"
+    return [scan.finding(reason, key, offset=start) for key, start in without(expected, found)]
+
+
+def without(index: Index, other: Index) -> list[tuple[str, int]]:
+    """Return (key, offset) of the samples of an index whose keys the other one does not have."""
+    keys, others = (one.keys(np.arange(len(one))) for one in (index, other))
+    known, starts = {*others}, index.offsets.start.tolist()
+    return [row for row in zip(keys, starts, strict=True) if row[0] not in known]
 
 
 def rows_of(index: Index) -> Iterator[tuple[str, list[Entry]]]:
@@ -296,27 +313,20 @@ def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
     shards, findings = dict[str, Index](), dict[str, Finding]()
     index_at = cache(partial(_index_at, findings))
     for path in expand(urls):
-        is_list = is_json(path)
-        index = index_at(path if is_list else beside(path, INDEX_NAME))
-        if is_list and is_remote(path) and not index.shards:
-            load(path)  # raises the error
-        tars = [shard.path for shard in index.shards] if is_list else [path]
-        if is_list and not is_remote(path):
-            tars += tars_of(os.path.dirname(path))
-        for tar in dict.fromkeys(tars):
-            if name_of(tar) in index.shard_numbers:
-                shards[tar] = picked(index, [tar])
-                continue
-            if index.shards:
+        for tar, index in places_at(path, index_at):
+            shards[tar] = Index((Shard(tar, 0, 0),)) if index is None else picked(index, [tar])
+        listed, tars = index_at(path if is_json(path) else beside(path, INDEX_NAME)), [path]
+        if is_json(path):
+            tars = [] if is_remote(path) else tars_of(os.path.dirname(path))
+        for tar in tars:
+            if listed is not None and name_of(tar) not in listed.shard_numbers:
                 reason = "lies beside the index, which does not list it"
                 findings[tar] = Finding(shown_path(tar), "", "", 0, reason)
-            if not (is_list and index.shards):
-                shards[tar] = Index((Shard(tar, 0, 0),))
     return shards, list(findings.values())
 
 
-def _index_at(findings: dict[str, Finding], path: str) -> Index:
-    """Return the index at `path`, or what remains of a damaged one; without shards if there is none.
+def _index_at(findings: dict[str, Finding], path: str) -> Index | None:
+    """Return the index at `path`, or what remains of a damaged one; None if there is none.
 
     findings: receives what is wrong with it.
     """
@@ -332,7 +342,7 @@ def _index_at(findings: dict[str, Finding], path: str) -> Index:
     except ShardError as error:
         index = remains(path)
         findings[path] = finding_of(shown_path(path), error)
-    return Index() if index is None else index
+    return index
 
 
 def _total_megabytes(shards: Mapping[str, Index]) -> int | None:

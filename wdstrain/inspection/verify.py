@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain, combinations
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from wdstrain.inspection.scan import (
     MOST,
     ShardCheck,
     ShardScan,
-    compared,
+    as_packed,
     each_shard,
     field_kind,
     limited,
+    missing,
     shards_at,
 )
 from wdstrain.inspection.values import parsed
@@ -109,27 +110,22 @@ def verify(options: VerifyOptions) -> Verification:
         shards = {path: index for path, index in shards.items() if path in chosen}
     work, progress = partial(_check, options.decode), options.progress
     checks, size = each_shard(shards, work, "verifying", progress, options.num_workers)
-    counts = sum((check.counts for check in checks), Counter[tuple[str, str]]())
     result = Verification(
         shards=len(shards),
         bytes=size,
         findings=[*findings, *chain.from_iterable(check.findings for check in checks)],
-        unindexed=counts["unindexed", ""],
-        columns=_of(counts, "columns"),
-        decoded=_of(counts, "decoded"),
-        ignored=_of(counts, "ignored"),
+        unindexed=sum(check.is_unindexed for check in checks),
+        columns=dict(sum((check.columns for check in checks), Counter[str]())),
+        decoded=dict(sum((check.decoded for check in checks), Counter[str]())),
+        ignored=dict(sum((check.ignored for check in checks), Counter[str]())),
     )
     if result.unindexed:
         part = f"{result.unindexed} of {counted(result.shards, 'shard')} have no checksums"
         result.notes.append(f"{part}: only their structure was checked")
     labels = {label.field for index in shards.values() for label in index.labels}
-    _compare_samples(checks, [*need, *sorted(labels - {*need})], result)
+    _compare_samples(checks, {*need, *labels}, result)
     _check_groups(result, [index for index in shards.values() if len(index)], options.group_by)
     return result
-
-
-def _of(counts: Counter[tuple[str, str]], kind: str) -> dict[str, int]:
-    return {name: count for (of, name), count in counts.items() if of == kind and count}
 
 
 # --- one shard ------------------------------------------------------------------------------------
@@ -137,12 +133,12 @@ def _of(counts: Counter[tuple[str, str]], kind: str) -> dict[str, int]:
 
 def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
-    check, listed, labels = ShardCheck([]), expected.shards[0], expected.labels
-    columns, faults = ColumnBuilder([column.place for column in expected.columns]), scan.faults
+    check, labels, faults = ShardCheck([]), expected.labels, scan.faults
+    columns = ColumnBuilder([column.place for column in expected.columns])
 
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
-        check.counts["decoded", name] += is_decoded
+        check.decoded[name] += is_decoded
         return is_decoded or (size <= _LARGEST and (name in EXTENSIONS or columns.reads(name)))
 
     for key, members, values in scan.samples(wants):
@@ -159,17 +155,16 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
                 reason = _decode_error(name, values[name], labels)
             if reason:
                 faults.append(scan.finding(reason, key, name, offset))
-    check.found = scan.index(listed)
+    check.found, check.ignored = scan.index(expected.shards[0]), scan.ignored
     if links := scan.ignored[LINK]:
         reason = (
             f"holds {links} links or devices, whose data no sample has. Pack the files that they "
             "name: tar --hard-dereference"
         )
         faults.insert(0, scan.finding(reason))
-    changes = _changes(scan, check.found, expected, columns.finish(), check.counts)
+    check.is_unindexed = not (expected.shards[0].sha256 or expected.offsets.has_checksums)
+    changes = _changes(scan, check, expected, columns.finish())
     check.findings = limited([*scan.damages, *faults, *changes])
-    check.counts["unindexed", ""] = not (listed.sha256 or expected.offsets.has_checksums)
-    check.counts.update({("ignored", reason): count for reason, count in scan.ignored.items()})
     return check
 
 
@@ -179,65 +174,55 @@ def _is_needed(field: str, labels: Sequence[ColumnInfo]) -> bool:
 
 
 def _changes(
-    scan: ShardScan,
-    found: Index,
-    expected: Index,
-    stored: Sequence[Column],
-    counts: Counter[tuple[str, str]],
+    scan: ShardScan, check: ShardCheck, expected: Index, stored: Sequence[Column]
 ) -> Iterator[Finding]:
     """Yield what differs between a shard and its index: samples, checksums, and columns.
 
-    counts: receives the number of values that were compared, by column.
+    check: receives the number of values that were compared.
     """
     listed, lost = expected.shards[0], list[Finding]()
     if 0 < listed.bytes != scan.size:
         yield scan.finding(f"has {scan.size} bytes, its index says {listed.bytes}")
-    differing = found.offsets.differences(expected.offsets) if len(expected) else []
+    differing = check.found.offsets.differences(expected.offsets) if len(expected) else []
     if differing and not scan.damages:
         others = f"holds other samples than its index says ({', '.join(differing)})"
         yield scan.finding(f"{others}. Run: wdstrain index on it")
         return
-    has_checksums = expected.offsets.has_checksums
-    if listed.sha256 != scan.sha256 and (differing or has_checksums):
-        lost = [fault for _, _, wrong in compared(scan, found, expected) for fault in wrong]
+    if listed.sha256 != scan.sha256 and expected.offsets.has_checksums:
+        _, lost = as_packed(scan, check.found, expected)
+    elif differing:
+        lost = missing(scan, check.found, expected)
     if listed.sha256 not in ("", scan.sha256) and not (lost or scan.damages):
-        note = ", though every field is as packed" if has_checksums else ""
+        note = ", though every field is as packed" if expected.offsets.has_checksums else ""
         yield scan.finding(f"has another sha256 than its index says{note}")
     yield from lost
-    changed = {(fault.key, fault.field) for fault in lost}
-    faults = () if differing else _column_changes(scan, expected, stored, counts)
-    yield from (fault for fault in faults if (fault.key, fault.field) not in changed)
+    if len(expected) and not differing:
+        changed = {(fault.key, fault.field) for fault in lost}
+        faults = _column_changes(scan, check, expected, stored)
+        yield from (fault for fault in faults if (fault.key, fault.field) not in changed)
 
 
 def _column_changes(
-    scan: ShardScan, expected: Index, stored: Sequence[Column], counts: Counter[tuple[str, str]]
+    scan: ShardScan, check: ShardCheck, expected: Index, stored: Sequence[Column]
 ) -> Iterator[Finding]:
     """Yield the values of columns that differ from those that were read from the shard."""
-    for column, other in zip(expected.columns, stored, strict=True):
-        if column.field not in expected.fields or not len(expected):
-            continue  # its values do not come from the samples, or are lost
-        held = expected.offsets.extents[column.field][0]
-        counts["columns", column.stored_as] += len(held) - held.null_count
-        for number, indexed, value in _differences(column, other):
-            if held[number].is_valid:
-                yield scan.finding(
-                    f"the index has {indexed!r:.80} in its column {column.name}, the shard "
-                    f"{value!r:.80}. Run: wdstrain index FOLDER --columns {column.stored_as}",
-                    expected.key(number),
-                    column.field,
-                    held[number].as_py(),
+    for indexed, other in zip(expected.columns, stored, strict=True):
+        if indexed.field not in expected.fields:
+            continue  # its values do not come from the samples
+        places = expected.offsets.extents[indexed.field][0]
+        check.columns[indexed.stored_as] += len(places) - places.null_count
+        if indexed.kind == "text" and other.kind in ("integer", "number"):
+            # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
+            indexed = as_label(indexed, replace(indexed.info, kind="number"))
+        values = as_label(other, indexed).values.to_pylist()
+        rows = zip(places.to_pylist(), indexed.values.to_pylist(), values, strict=True)
+        for number, (place, known, value) in enumerate(rows):
+            if place is not None and repr(known) != repr(value):  # NaN equals NaN by its text
+                reason = (
+                    f"the index has {known!r:.80} in its column {indexed.name}, the shard "
+                    f"{value!r:.80}. Run: wdstrain index FOLDER --columns {indexed.stored_as}"
                 )
-
-
-def _differences(indexed: Column, stored: Column) -> list[tuple[int, Any, Any]]:
-    """Return (number of the sample, value in the index, value in the shard) where they differ."""
-    if indexed.kind == "text" and stored.kind in ("integer", "number"):
-        # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
-        indexed = as_label(indexed, replace(indexed.info, kind="number"))
-    values = as_label(stored, indexed).values.to_pylist()
-    rows = enumerate(zip(indexed.values.to_pylist(), values, strict=True))
-    # NaN equals NaN by its text.
-    return [(number, *pair) for number, pair in rows if repr(pair[0]) != repr(pair[1])]
+                yield scan.finding(reason, expected.key(number), indexed.field, place)
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -279,52 +264,57 @@ _field_of = lru_cache(maxsize=256)(field_of)
 
 
 def _compare_samples(
-    checks: Sequence[ShardCheck], required: list[str], result: Verification
+    checks: Sequence[ShardCheck], required: Collection[str], result: Verification
 ) -> None:
     """Compare the samples of all shards: missing fields, duplicates, images in two splits."""
     whole = join([check.found for check in checks] or [Index()])
     hashes = np.frombuffer(b"".join(check.hashes for check in checks), np.int64)
     contents, images = hashes.reshape(-1, 2).T
     has = {name: view[3] for name, view in zip(whole.fields, whole.offsets.views, strict=True)}
-    result.samples, counts = len(whole), {name: int(held.sum()) for name, held in has.items()}
-    result.fields = dict(Counter(counts).most_common())
+    counts = Counter({name: int(held.sum()) for name, held in has.items()})
+    result.samples, result.fields = len(whole), dict(counts.most_common())
     result.findings += _lacking(whole, has, required)
-    earlier, later = _in_two_shards(whole, contents)
-    for number, other in zip(later[:MOST].tolist(), earlier[:MOST].tolist(), strict=True):
-        where = f"{whole.shard_with(other).shown} at offset {whole.offsets.start[other]}"
-        reason = f"the same sample, byte for byte, is in {where}"
-        result.findings.append(_finding(whole, number, reason))
+    shards = whole.shard_of(np.arange(len(whole)))
+    earlier, later = _pairs(contents, shards)
+    places = (f"{whole.shard_with(n).shown} at offset {whole.offsets.start[n]}" for n in earlier)
+    reasons = (f"the same sample, byte for byte, is in {place}" for place in places)
+    result.findings += _findings(whole, later, reasons)
     keys = np.asarray(whole.offsets.rows.column(0).dictionary_encode().indices)
-    first, second = _in_two_shards(whole, keys)
-    others = np.flatnonzero(~np.isin(second, later))
-    if len(others):
-        pair = int(first[others[0]]), int(second[others[0]])
-        shards = " and ".join(whole.shard_with(number).shown for number in pair)
-        known = f"{len(np.unique(keys[second[others]]))} keys are in several shards"
-        result.notes.append(f"{known}, such as {whole.key(pair[1])!r} in {shards}")
+    pairs = _pairs(keys, shards)
+    pairs = pairs[:, ~np.isin(pairs[1], later)]
+    if pairs.size:
+        one, other = (whole.shard_with(number).shown for number in pairs[:, 0])
+        known = f"{len(np.unique(keys[pairs[1]]))} keys are in several shards"
+        result.notes.append(f"{known}, such as {whole.key(pairs[1, 0])!r} in {one} and {other}")
     result.findings += _leaks(whole, images, np.setdiff1d(np.flatnonzero(images), later), "image")
 
 
-def _finding(index: Index, number: int, reason: str) -> Finding:
-    """Return the finding of a sample."""
-    start = int(index.offsets.start[number])
-    return Finding(index.shard_with(number).shown, index.key(number), "", start, reason)
+def _findings(index: Index, ids: Ints, reasons: Iterator[str]) -> Iterator[Finding]:
+    """Yield the findings of samples; of very many the first, and how many more there are."""
+    start = index.offsets.start
+    for number, reason in zip(ids[:MOST].tolist(), reasons, strict=False):
+        shard = index.shard_with(number).shown
+        yield Finding(shard, index.key(number), "", int(start[number]), reason)
+    if len(ids) > MOST:
+        more = f"holds the first of {counted(len(ids) - MOST, 'more sample')}: {next(reasons)}"
+        yield Finding(index.shard_with(int(ids[MOST])).shown, "", "", 0, more)
 
 
-def _in_two_shards(index: Index, codes: Ints) -> Ints:
-    """Return (earlier, later) of pairs of samples of different shards with equal codes. int64[2, n]
+def _pairs(codes: Ints, places: Ints) -> Ints:
+    """Return (earlier, later) of samples with equal codes in different places. int64[2, n]
 
-    They ascend by the later sample.
+    A sample is later than one of them. places: of the samples, such as the numbers of their shards.
     """
-    shard = index.shard_of(np.arange(len(index)))
-    order = np.lexsort((shard, codes))
+    order = np.lexsort((places, codes))
     pairs = np.stack([order[:-1], order[1:]])
-    is_pair = (np.diff(codes[pairs], axis=0) == 0) & (np.diff(shard[pairs], axis=0) != 0)
+    is_pair = (np.diff(codes[pairs], axis=0) == 0) & (np.diff(places[pairs], axis=0) != 0)
     pairs = pairs[:, is_pair[0]]
     return pairs[:, np.argsort(pairs[1])]
 
 
-def _lacking(whole: Index, has: Mapping[str, Bools], required: list[str]) -> Iterator[Finding]:
+def _lacking(
+    whole: Index, has: Mapping[str, Bools], required: Collection[str]
+) -> Iterator[Finding]:
     """Yield the samples that lack a field which is required, or which nearly all samples have.
 
     has: whether each sample has a field, by field. required: of "jpg;png" one is enough.
@@ -332,46 +322,38 @@ def _lacking(whole: Index, has: Mapping[str, Bools], required: list[str]) -> Ite
     nothing, kinds = np.zeros(len(whole), np.bool_), dict[str, list[str]]()
     for name in sorted(has):
         kinds.setdefault(field_kind(name), []).append(name)
-    rules = {some: some.split(";") for some in required}
+    rules = {some: some.split(";") for some in sorted(required)}
     for kind, names in ({**kinds, **rules}).items():
-        lacks = ~np.any([has.get(name, nothing) for name in names], axis=0)
-        ids, reason = np.flatnonzero(lacks).tolist(), f"it has no {' or '.join(names)}"
+        ids = np.flatnonzero(~np.any([has.get(name, nothing) for name in names], axis=0))
+        reason, count = f"it has no {' or '.join(names)}", len(whole) - len(ids)
         if kind not in rules:
-            count = len(whole) - len(ids)
-            ids = ids if count >= _NEARLY_ALL * len(whole) else []
             reason += f", which {count} of {counted(len(whole), 'sample')} have"
-        yield from (_finding(whole, number, reason) for number in ids[:MOST])
-        if len(ids) > MOST:
-            more = f"holds the first of {counted(len(ids) - MOST, 'more sample')}: {reason}"
-            yield Finding(whole.shard_with(ids[MOST]).shown, "", "", 0, more)
+        if kind in rules or count >= _NEARLY_ALL * len(whole):
+            yield from _findings(whole, ids, repeat(reason))
 
 
 def _leaks(index: Index, codes: Ints, ids: Ints, what: str) -> Iterator[Finding]:
-    """Yield a finding for each two splits with equal `codes`.
+    """Yield a finding for each value of `codes` in another split, at its first sample there.
 
     ids: the samples that are compared. what: the codes stand for.
     """
-    names = [shard.split or split_of(shard.name) for shard in index.shards]
-    splits = np.array(names, object)[index.shard_of(ids)]
-    for split, other in combinations(sorted(set(filter(None, names))), 2):
-        inside, outside = ids[splits == split], ids[splits == other]
-        shared = outside[np.isin(codes[outside], codes[inside])]
-        if len(shared):
-            match = int(inside[codes[inside] == codes[shared[0]]][0])
-            where = f"key {index.key(match)!r} in {index.shard_with(match).shown}"
-            count = len(np.unique(codes[shared])) - 1
-            more = f"; so are {count} more of split {other!r}" if count else ""
-            reason = f"its {what} is also in split {split!r}: {where}{more}"
-            yield _finding(index, int(shared[0]), reason)
+    splits = np.array([s.split or split_of(s.name) for s in index.shards], object)
+    ids = ids[splits[index.shard_of(ids)] != ""]
+    names, places = np.unique(splits[index.shard_of(ids)], return_inverse=True)
+    earlier, later = _pairs(codes[ids], places)
+    reasons = (
+        f"its {what} is also in split {names[places[n]]!r}: key {index.key(ids[n])!r} in "
+        f"{index.shard_with(ids[n]).shown}"
+        for n in earlier
+    )
+    yield from _findings(index, ids[later], reasons)
 
 
 def _check_groups(result: Verification, indexes: list[Index], group_by: str | None) -> None:
     """Find groups that are in two splits. group_by: a column; None: as the conversions recorded."""
-    if group_by and not indexes:
-        raise UsageError("these shards have no index, so no groups.", "Run: wdstrain index")
     recorded = [(index.info.get("split") or {}).get("group_by") for index in indexes]
     for column in [group_by] if group_by else dict.fromkeys(filter(None, recorded)):
-        whole = join(indexes)
+        whole = join(indexes or [Index()])
         try:
             codes = group_codes(whole, column)
         except UsageError as error:

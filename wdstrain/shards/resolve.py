@@ -106,7 +106,7 @@ def groups_of(paths: Iterable[str]) -> Iterator[tuple[list[str], Index | None]]:
     folder.
     """
     index_at = cache(find_index)  # each file is read once
-    return _grouped(place for path in paths for place in _places_at(path, index_at))
+    return _grouped(place for path in paths for place in places_at(path, index_at))
 
 
 def _grouped(places: Iterable[Place]) -> Iterator[tuple[list[str], Index | None]]:
@@ -140,7 +140,7 @@ def is_newer(shard: Shard) -> bool:
     return False
 
 
-def _places_at(path: str, index_at: Callable[[str], Index | None]) -> list[Place]:
+def places_at(path: str, index_at: Callable[[str], Index | None]) -> list[Place]:
     """Return the shards that a tar or an index file means.
 
     Raises ShardError for a remote index that is missing, and for one that is damaged.
@@ -158,7 +158,7 @@ def _places_at(path: str, index_at: Callable[[str], Index | None]) -> list[Place
     if is_remote(path):
         load(path)  # raises the error
     # Another tool's list without offsets: use the shards beside it.
-    return [place for tar in tars_of(os.path.dirname(path)) for place in _places_at(tar, index_at)]
+    return [place for tar in tars_of(os.path.dirname(path)) for place in places_at(tar, index_at)]
 
 
 def _opened(
@@ -169,7 +169,7 @@ def _opened(
         return urls, {}
     index_at, addresses = cache(find_index), addresses_of(urls)  # each file is read once
     meant = {
-        address: [place for path in expand(address) for place in _places_at(path, index_at)]
+        address: [place for path in expand(address) for place in places_at(path, index_at)]
         for address in addresses
     }
     parts = [
