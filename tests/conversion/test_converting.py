@@ -586,7 +586,7 @@ def test_tars_beside_a_staging_directory_and_without_an_index_are_no_set(
 
 
 _INTERRUPTED = """
-import os, signal, sys, threading, wdstrain as wt
+import os, signal, sys, wdstrain as wt
 os.chdir(sys.argv[1])
 from wdstrain.conversion import shard_pool as jobs
 shut = jobs.ProcessPoolExecutor.shutdown
@@ -594,10 +594,7 @@ def shutdown(self, **options):
     os.kill(os.getpid(), signal.SIGINT)
     shut(self, **options)
 jobs.ProcessPoolExecutor.shutdown = shutdown
-try:
-    wt.convert_folder('in', 'out', max_shard_samples=40, resize=16, num_workers=2, resume=True)
-finally:
-    threading._shutdown()  # as at the end of a process: waits for the pool
+wt.convert_folder('in', 'out', max_shard_samples=40, resize=16, num_workers=2, resume=True)
 """
 
 

@@ -1,18 +1,22 @@
 """Programs in forked children: torch and the package are imported there already.
 
-A child has its own standard streams and `sys.argv`, and no handlers at exit. A program that must
-begin as on a new machine, without these imports, needs `subprocess`.
+A child has its own standard streams and `sys.argv`. At its end it waits for its threads and runs
+what it registered for its exit, as Python does. A program that must begin as on a new machine,
+without these imports, needs `subprocess`.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import traceback
 import warnings
+import weakref
 from typing import NamedTuple, NoReturn
 
 
@@ -60,6 +64,9 @@ def ended(text: str, *words: object) -> Ended:
 
 def _run(text: str, words: list[str]) -> NoReturn:
     status = 1
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of the parent
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         warnings.resetwarnings()
@@ -74,6 +81,8 @@ def _run(text: str, words: list[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
