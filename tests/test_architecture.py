@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3110,
     "training": 2936,
-    "inspection": 1469,
+    "inspection": 1435,
     "loader": 1183,
     "shards": 2087,
     "decode": 1303,

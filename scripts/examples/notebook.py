@@ -17,6 +17,8 @@ import torch
 from PIL import Image
 from skimage import data
 from torch import nn
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
 
 import wdstrain as wt
 from wdstrain.report import charts
@@ -106,13 +108,14 @@ loader = wt.Loader(train, fields, batch_size=32, seed=1)
 display(loader)
 
 # %% [markdown]
-# A batch is a dict of tensors. Its memory is not reused while you hold a reference. `wt.peek` shows its samples after augmentation.
+# A batch is a dict of tensors. Its memory is not reused while you hold a reference. Its images are shown after augmentation.
 
 # %%
 batch = next(iter(loader))
 print({name: list(batch[name].shape) for name in fields}, batch["__key__"][:2])
 classes = index.labels[0].classes  # a batch holds class numbers only
-display(wt.peek(batch, 3, classes=classes))
+print([classes[number] for number in batch["label"][:8]])
+display(to_pil_image(make_grid(batch["image"][:8])))
 
 # %% [markdown]
 # ## A training loop

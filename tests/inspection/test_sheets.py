@@ -119,11 +119,3 @@ def test_the_classes_in_a_mask_are_named(tmp_path: Path) -> None:
     assert wt.peek(index, 1)[0].labels == {"mask.png": "0, 1, 2, 3"}
     named = replace(index, labels=(wt.Label("seg", "mask", "mask.png", None, names),))
     assert wt.peek(named, 1)[0].labels == {"mask.png": ", ".join(names)}
-
-
-def test_masks_of_a_batch_are_shown_in_colors(tmp_path: Path) -> None:
-    fields = {"image": wt.image(size=48), "mask": wt.mask(size=48)}
-    loader = wt.Loader(str(striped(tmp_path, 4, "L")), fields, batch_size=1)
-    (view,) = wt.peek(next(iter(loader)), 1)
-    assert colors(view.pictures["mask"].astype(np.int64)) == 3
-    loader.close()

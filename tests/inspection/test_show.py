@@ -1,4 +1,4 @@
-"""`show` and `peek`: samples of shards and of batches as delivered, broken ones included."""
+"""`show` and `peek`: samples of shards, broken ones included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import wdstrain as wt
@@ -273,76 +272,28 @@ def test_fields_that_cannot_be_shown_are_not_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(seen.picture, pixels_of(1))
 
 
-# --- batches of a loader ---
+# --- arrays ---
 
 
-def batch_of(packed: Path, fields: Any = None, augment: Any = None, **options: Any) -> Any:
-    loader = wt.Loader(packed, fields, batch_size=16, **options)
-    batch = next(iter(wt.to_device(loader.epoch(0), "cpu", augment) if augment else loader))
-    loader.close()
-    return batch
-
-
-FIELDS = {"image": wt.image(size=20, augment="rrc+flip"), "label": wt.label()}
-
-
-def test_a_batch_is_shown_after_augmentation_with_class_names(packed: Path) -> None:
-    batch = batch_of(packed, FIELDS)
-    shown = wt.peek(batch, 12, classes=["cat", "dog", "owl"])
-    assert [sample.key for sample in shown] == batch["__key__"][:12]
-    assert labels(shown) == [key.split("/")[0] for key in batch["__key__"][:12]]
-    for sample, pixels in zip(shown, batch["image"], strict=False):
-        np.testing.assert_array_equal(sample.picture, pixels.permute(1, 2, 0))
-    assert shown.title == "the first 12 rows of a batch"
-
-
-def test_batches_of_bytes_and_of_a_transform_are_shown(packed: Path) -> None:
-    for sample in wt.peek(batch_of(packed), 3):
-        assert sample.picture is not None
-        assert sample.labels == {"cls": str(["cat", "dog", "owl"].index(sample.key[:3]))}
-
-    def transform(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"size": len(sample["png"]), "x": torch.ones(3)}
-
-    shown = wt.peek(batch_of(packed, transform=transform), 2)
-    assert shown[0].fields == {"x": "float32[3]"}
-    assert shown[0].labels["size"].isdecimal()
-
-
-def test_float_images_are_scaled_by_their_range(packed: Path) -> None:
-    normal = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)
-    batches = [batch_of(packed, FIELDS, normal)["image"].float()]
-    shares = torch.linspace(0, 1, 3 * 10 * 12).view(1, 3, 10, 12).expand(2, 3, 10, 12)
+def test_numbers_are_scaled_by_their_range(tmp_path: Path) -> None:
+    shares = np.linspace(0, 1, 3 * 10 * 12).reshape(3, 10, 12)
     ranges = [(0.0, 1.0), (0.0, 200.0), (-1.0, 1.0), (-9.0, 7.0)]
-    batches += [low + shares * (high - low) for low, high in ranges]
-    for images in batches:
-        for number, (sample, pixels) in enumerate(
-            zip(wt.peek({"x": images}, 16), images, strict=True)
-        ):
-            low, high = float(pixels.min()), float(pixels.max())
-            expected = (pixels.permute(1, 2, 0).numpy() - low) * (255 / (high - low))
-            assert np.abs(sample.picture - expected).max() <= 1
-            assert sample.key == f"row {number}"
-
-
-def test_planes_of_whole_numbers_are_an_image_and_no_mask() -> None:
-    (view,) = wt.peek({"x": torch.arange(3 * 10 * 12).view(1, 3, 10, 12)})
-    assert (view.fields, view.labels) == ({"x": "int64[3, 10, 12]"}, {})
-    assert view.picture is not None
-    assert view.picture[-1, -1].tolist() == [85, 170, 255]
-
-
-def test_a_source_with_its_own_order_refuses_a_selection(packed: Path) -> None:
-    loader = wt.Loader(packed, FIELDS, batch_size=4)
-    calls: list[tuple[Any, dict[str, Any], str]] = [
-        (loader, {}, "a Loader is moved by looking at it. Give one of its batches"),
-        (iter(loader), {}, "is moved by looking at it. Give one of its batches"),
-        ({"a": torch.ones(3)}, {"order": "random"}, "a batch has an order of its own"),
-        ({"a": 3}, {}, "no column with a row for each sample"),
+    rows = [
+        (f"row {n}", {"npy": npy(low + shares * (high - low))})
+        for n, (low, high) in enumerate(ranges)
     ]
-    for source, options, message in calls:
-        with pytest.raises(wt.UsageError, match=message):
-            wt.peek(source, **options)
+    rows.append(("whole", {"npy": npy(np.arange(3 * 10 * 12).reshape(3, 10, 12))}))
+    for view in wt.peek(write_tar(tmp_path / "x.tar", rows)):
+        expected = np.moveaxis(shares, 0, -1) * 255
+        assert np.abs(view.picture - expected).max() <= 1
+        assert view.labels == {}
+
+
+def test_what_is_moved_by_looking_at_it_is_refused(packed: Path) -> None:
+    loader = wt.Loader(packed, batch_size=4)
+    for source in (loader, iter(loader), next(iter(loader))):
+        with pytest.raises(wt.UsageError, match=r"samples of shards are shown, .* loader.index"):
+            wt.peek(source)
     loader.close()
 
 
@@ -416,7 +367,9 @@ def test_a_peek_prints_as_a_table_with_complete_keys(packed: Path) -> None:
 
 
 def test_a_loader_prints_what_it_reads_and_where_it_is(packed: Path) -> None:
-    loader = wt.Loader(packed, {**FIELDS, "image": wt.image(size=24)}, batch_size=8, seed=3)
+    loader = wt.Loader(
+        packed, {"image": wt.image(size=24), "label": wt.label()}, batch_size=8, seed=3
+    )
     for words in (
         *("60 samples in 4 shards", "7 batches of 8", "4 samples left out"),
         *("image: uint8[8, 3, 24, 24]", "int64[8]", "rank 0 of 1", "seed 3"),

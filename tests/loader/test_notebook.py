@@ -90,7 +90,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     pictures = (
         "wt.peek(train, 5)",
         'order="classes"',
-        "wt.peek(batch",
+        "make_grid(batch",
         "{wrong[:5]}",
     )
     for part in pictures:

@@ -6,9 +6,9 @@ Each is declared once, and is a keyword argument of the function and a flag of t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import REQUIRED, as_list, is_number, option, parse_list
@@ -46,7 +46,7 @@ class InfoOptions(CheckedOptions):
 class PeekOptions(CheckedOptions):
     """Options of `wt.peek`."""
 
-    source: Any = shard_urls(python="shards by any address, an Index, or a batch of a loader")
+    source: Urls | Index = shard_urls(python="shards by any address, or an Index")
     n: int = option(
         5,
         "number of samples; with --class, of each class (default: 24)",
@@ -69,7 +69,6 @@ class PeekOptions(CheckedOptions):
     classes: Sequence[str] = option(
         (),
         "show samples of these classes",
-        python="show samples of these classes; of a batch: the names of its classes",
         metavar="NAME[,NAME...]",
         flag="--class",
         parse=parse_list,
@@ -88,9 +87,7 @@ class PeekOptions(CheckedOptions):
         object.__setattr__(
             self, "classes", tuple(dict.fromkeys(map(str, as_list(self.classes or ()))))
         )
-        is_batch = isinstance(self.source, Mapping)  # whose classes are named
-        most = self.n if is_batch else self.n * max(1, len(self.classes))
-        if most > MAX_SHOWN:
+        if self.n * max(1, len(self.classes)) > MAX_SHOWN:
             raise UsageError(f"must be 1 to {MAX_SHOWN} samples in all.", option="n", value=self.n)
 
 

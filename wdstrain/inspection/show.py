@@ -1,4 +1,4 @@
-"""`wt.peek`: samples of shards or of a batch, decoded to look at.
+"""`wt.peek`: samples of shards, decoded to look at.
 
 A `Peek` prints as a table, shows pictures in a notebook, and is saved as PNG. The first samples of
 shards without an index are found in the headers of these samples alone, so that looking at five
@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from torch import Tensor
 
-from wdstrain.augment.gpu import RNG
 from wdstrain.errors import DamageError, UsageError
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.inspection.result import text_of
@@ -99,16 +97,14 @@ def peek(options: PeekOptions) -> Peek:
     """Return samples, decoded to look at. A sample that cannot be decoded has an `error`.
 
     All but the first samples of shards need an index, which is made if there is none. Samples of
-    classes have a line of a sheet for each class. A batch shows what augmentation made of its
-    samples. Raises UsageError for classes and labels that do not exist.
+    classes have a line of a sheet for each class. Raises UsageError for classes and labels that do
+    not exist.
     """
     source = options.source
-    if isinstance(source, Mapping):
-        return _peek_batch(source, options)
-    if isinstance(source, (Iterator, Loader)):
+    if isinstance(source, (Iterator, Mapping, Loader)):
         raise UsageError(
-            f"a {type(source).__name__} is moved by looking at it.",
-            "Give one of its batches, such as next(iter(loader)), or its shards: loader.index.",
+            f"samples of shards are shown, not those of a {type(source).__name__}.",
+            "Give their address, or the index of a loader: loader.index.",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd images that it can show
@@ -164,45 +160,8 @@ def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView
         return view
     for name in sorted(values, key=is_mask):  # a mask is drawn over its image
         view.fields.pop(name)
-        view.add_bytes(name, values[name], labels)
+        view.add(name, values[name], labels)
     return view
-
-
-def _peek_batch(batch: Mapping[str, Any], options: PeekOptions) -> Peek:
-    """Return the first rows of a batch. options.classes: names of its class numbers."""
-    if vars(options) != vars(PeekOptions(batch, options.n, classes=options.classes)):
-        raise UsageError(
-            "a batch has an order of its own, and its first rows are shown.",
-            "To choose samples, give their shards: loader.index.",
-        )
-    columns = {name: column for name, column in batch.items() if _has_rows(column)}
-    if not columns:
-        raise UsageError(
-            "this batch has no column with a row for each sample.",
-            "Give a batch of a loader: a dict of tensors and lists.",
-        )
-    rows = range(len(next(iter(columns.values()))))
-    keys = columns.pop("__key__", [f"row {row}" for row in rows])
-    columns.pop(RNG, None)
-    views = [SampleView(str(key)) for key in keys[: options.n]]
-    for name, column in columns.items():
-        for view, value in zip(views, column, strict=False):
-            if isinstance(value, (bytes, memoryview)):
-                view.add_bytes(name, bytes(value), ())
-            else:
-                view.add(name.strip("_"), _plain(value), options.classes)
-    return Peek([views], f"the first {counted(len(views), 'row')} of a batch")
-
-
-def _has_rows(column: Any) -> bool:
-    return isinstance(column, (list, tuple)) or getattr(column, "ndim", 0) > 0
-
-
-def _plain(value: Any) -> Any:
-    """Return a tensor as an array; other values as they are."""
-    if not isinstance(value, Tensor):
-        return value
-    return (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
 
 
 # --- choice of samples ----------------------------------------------------------------------------

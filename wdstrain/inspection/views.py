@@ -92,7 +92,7 @@ class SampleView:
         text = ": ".join(filter(None, (name, str(reason) or type(reason).__name__)))
         self.error = "; ".join(filter(None, (self.error, text)))
 
-    def add_bytes(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
+    def add(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
         """Add a field as it is stored in a shard. labels: of the set, some of which it may hold."""
         mine = [label for label in labels if label.field == name]
         try:
@@ -102,22 +102,22 @@ class SampleView:
                     self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
                 numbers = decode_mask(data, mine[0].ignored if mine else None).astype(np.int64)
-                self.add(name, numbers, mine[0].classes if mine else ())
+                self._add_mask(name, numbers, mine[0].classes if mine else ())
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
-                self.add(name, parsed(name, data))
+                self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
             self.add_error(name, error)
 
-    def add(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
-        """Add a value of a field. classes: names of class numbers."""
+    def _add_value(self, name: str, value: Any) -> None:
+        """Add an image or an array, a text, or a document of JSON."""
         if isinstance(value, np.ndarray) and value.ndim:
-            self._add_array(name, value, classes)
-        elif isinstance(value, (np.ndarray, np.generic, int, float)):
-            number = np.asarray(value).item()
-            is_class = type(number) is int and 0 <= number < len(classes)
-            self.labels[name] = classes[number] if is_class else text_of(number)
+            self.fields[name] = f"{value.dtype}{list(value.shape)}"
+            if value.dtype.kind in "biuf" and _is_image(value.shape):
+                self.pictures[name] = _thumbnail(_to_image(value))
+        elif isinstance(value, np.ndarray):
+            self.labels[name] = text_of(value.item())
         elif not isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False, default=lambda item: type(item).__name__)
+            text = json.dumps(value, ensure_ascii=False)
             self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
         elif name.rpartition(".")[2] in _WORDS:
             self.labels[name] = _shortened(value)
@@ -125,15 +125,6 @@ class SampleView:
             self.fields[name] = _shortened(value)
         else:
             self.text = _shortened(value)  # the caption
-
-    def _add_array(self, name: str, value: Array, classes: Sequence[str]) -> None:
-        """Add an array, as a picture if it has the shape of one. int64[h, w] is a mask."""
-        if value.dtype == np.int64 and value.ndim == 2 and _is_image(value.shape):
-            self._add_mask(name, value, classes)
-            return
-        self.fields[name] = f"{value.dtype}{list(value.shape)}"
-        if value.dtype.kind in "biuf" and _is_image(value.shape):
-            self.pictures[name] = _thumbnail(_to_image(value))
 
     def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
@@ -206,41 +197,45 @@ def _to_image(value: Array) -> Pixels:
 
 
 def png_sheet(rows: Sequence[Sequence[SampleView]], title: str) -> bytes:
-    """Return a PNG with cells in a grid. Each of `rows` begins on a new line."""
+    """Return a PNG with cells of one size in a grid. Each of `rows` begins on a new line."""
     panels = max([1, *(len(view.pictures) for row in rows for view in row)])
     width = panels * (_CELL + _PADDING) + _PADDING
     columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
     lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
-    cells = [[_cell(view, width) for view in line] for line in lines]
-    heights = [max(cell.height for cell in line) for line in cells]
-    sheet_width = max(480, columns * width)
-    head = _wrapped(title, sheet_width, 14)
+    has_pictures = any(view.pictures for line in lines for view in line)
+    text = max([0, *(len(_texts(view, width)) for line in lines for view in line)])
+    height = has_pictures * (_CELL + _PADDING) + _LINE * text + 2 * _PADDING
+    head = _wrapped(title, max(480, columns * width), 14)
     top = 20 * len(head) + 2 * _PADDING
-    sheet = Image.new("RGB", (sheet_width, top + sum(heights)), _BACK)
+    sheet = Image.new("RGB", (max(480, columns * width), top + height * len(lines)), _BACK)
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
-    for line, height in zip(cells, heights, strict=True):
-        for column, cell in enumerate(line):
-            sheet.paste(cell, (column * width, top))
-        top += height
+    for row, line in enumerate(lines):
+        for column, view in enumerate(line):
+            sheet.paste(_cell(view, width, height), (column * width, top + row * height))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
 
 
-def _cell(view: SampleView, width: int) -> Image.Image:
-    """Return the cell of a sample: its pictures, its texts and its key. width: in pixels."""
+def _texts(view: SampleView, width: int) -> list[str]:
+    """Return the lines of text of a sample: labels, caption and fields, and at last its key."""
     key = _wrapped(view.key, width, 11)[:2]
     lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
-    lines = [*lines[: _MAX_LINES - len(key)], *key]
-    top = _CELL + 2 * _PADDING if view.pictures else _PADDING
-    cell = Image.new("RGB", (width, top + _LINE * len(lines) + _PADDING), _CARD)
+    return [*lines[: _MAX_LINES - len(key)], *key]
+
+
+def _cell(view: SampleView, width: int, height: int) -> Image.Image:
+    """Return the cell of a sample: its pictures and its texts. width, height: in pixels."""
+    cell = Image.new("RGB", (width, height), _CARD)
     for place, pixels in enumerate(view.pictures.values()):
         is_tiny = max(pixels.shape[:2]) <= _TINY  # its pixels stay crisp
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
         picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
         cell.paste(picture, (_PADDING + place * (_CELL + _PADDING), _PADDING))
+    top = _CELL + 2 * _PADDING if view.pictures else _PADDING
     color, frame = (_RED, _RED) if view.error else (_INK, _BACK)
-    ImageDraw.Draw(cell).text((_PADDING, top), "\n".join(lines), color, _font(11), spacing=2)
+    text = "\n".join(_texts(view, width))
+    ImageDraw.Draw(cell).text((_PADDING, top), text, color, _font(11), spacing=2)
     return ImageOps.expand(ImageOps.crop(cell, 2), 2, frame)
 
 
