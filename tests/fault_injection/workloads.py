@@ -19,6 +19,7 @@ from tests.fault_injection.process_faults import WrongOutcome, inside, typed
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, scan
+from wdstrain.storage.files import disk_errors
 from wdstrain.training.run import BEST, LAST, names, read_last, write_checkpoint
 from wdstrain.training.train import train
 from wdstrain.training.weights import FORMAT, read_checkpoint
@@ -345,8 +346,9 @@ class Saving(Work):
         state, refused = read_last(str(place / "c"))
         if refused:
             raise WrongOutcome(f"checkpoints are not whole: {refused}")
-        for path in (place / "c").glob(".*.tmp"):  # as a resumed run begins
-            path.unlink()
+        with disk_errors(str(place / "c")):  # as a resumed run begins
+            for path in (place / "c").glob(".*.tmp"):
+                path.unlink()
         for step in range(state["position"] + 1 if state else 1, self.steps + 1):
             is_best = step % 2 == 0
             write_checkpoint(str(place / "c"), self._state(step), step, keep=2, best=is_best)

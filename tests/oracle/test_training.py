@@ -421,10 +421,13 @@ def predicted_value(row: dict[str, str], label: str, kind: str, folder: Path) ->
         return float(row[label])
     if kind == "mask":
         return np.array(Image.open(folder / row[label]))
-    shares = np.array([float(row[f"{label}_{name}"]) for name in NAMES[label]])
-    chosen = shares > 0.5 if kind == "multi" else shares == shares.max()
-    assert row[label] == "|".join(np.array(NAMES[label])[chosen])
-    return chosen if kind == "multi" else shares.argmax()
+    names = np.array(NAMES[label])
+    shares = np.array([float(row[f"{label}_{name}"]) for name in names])
+    if kind == "multi":
+        assert row[label] == "|".join(names[shares > 0.5])
+        return shares > 0.5
+    assert row[label] in names[shares == shares.max()]  # as written, two shares may be equal
+    return names.tolist().index(row[label])
 
 
 def check_export(case: Case) -> None:
