@@ -7,7 +7,7 @@ and `pipeline` reads and decodes them. Nothing starts before the first batch is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -61,6 +61,11 @@ class Loader:
     balance         column such as "label": each of its values occurs equally often, together as
                     often as there are samples
     batch_size      samples of a batch on this rank
+    buckets         column such as "length": each batch has samples of one of its values, on all
+                    ranks; {"length": [64, 128, 256]}: of one range of values, up to 64, above 64 up
+                    to 128, and so on. Each bucket leaves out the samples that fill no step
+    budget          with ranges: most of the column in a batch, such as tokens. A batch has
+                    budget / (largest value of the range) samples, and `batch_size` at most
     shuffle         False: the order of the files
     shuffle_buffer  samples by which a delivery may be later than the read; the loader holds about
                     half of them. Default: 256 MB of samples. Shards that are sorted by class need a
@@ -125,6 +130,8 @@ class Loader:
         patience: float = 60.0,
         collate_fn: Collate | None = None,
         split: str | None = None,
+        buckets: str | Mapping[str, Sequence[float]] | None = None,
+        budget: float | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "urls")}
         self._set_up(urls, LoaderOptions.of(given))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from wdstrain.decode.decoder import Collate, Transform
@@ -86,6 +87,8 @@ class LoaderOptions:
     multiprocessing_context: StartMethod | None
     patience: float
     collate_fn: Collate | None
+    buckets: str | Mapping[str, Sequence[float]] | None
+    budget: float | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> LoaderOptions:
@@ -108,6 +111,7 @@ class LoaderOptions:
                 raise UsageError(*texts)
         for name, field in (self.fields or {}).items():
             _check_field(name, field)
+        _check_buckets(self.buckets)
         open_cache(self.cache_dir, self.cache_limit)  # raises UsageError
 
     def _rules(self) -> list[tuple[Any, ...]]:
@@ -117,6 +121,24 @@ class LoaderOptions:
                 self.weights is not None and self.balance is not None,
                 "weights and balance were both given.",
                 "Give one of them.",
+            ),
+            (
+                self.buckets is not None and (self.weights is not None or self.balance is not None),
+                "buckets was given with weights or balance, whose epochs have other samples.",
+                "Give one of them.",
+            ),
+            (
+                self.buckets is not None and self.tail != "drop",
+                "each bucket leaves out the samples that fill no batch.",
+                "Use {tail}.",
+                {"tail": "drop"},
+            ),
+            (
+                self.budget is not None
+                and not (isinstance(self.buckets, Mapping) and is_number(self.budget)),
+                "{budget}: must be a number, for buckets that are ranges of a column.",
+                "Give for example {buckets}.",
+                {"budget": self.budget, "buckets": {"length": [64, 128]}},
             ),
             (
                 self.shuffle_buffer is not None and self.shuffle_buffer < 1,
@@ -197,6 +219,22 @@ def _check_field(name: str, field: Any) -> None:
         raise UsageError(
             f"field {name!r} has an example of {field.example.dtype!r}, a dtype that torch lacks.",
             "Use for example float32.",
+        )
+
+
+def _check_buckets(buckets: Any) -> None:
+    """Raise UsageError unless buckets are None, a name, or {name: ascending numbers}."""
+    if buckets is None or (isinstance(buckets, str) and buckets):
+        return
+    edges: Any = list(buckets.values()) if isinstance(buckets, Mapping) else []
+    edges = edges[0] if len(edges) == 1 and isinstance(edges[0], (list, tuple, np.ndarray)) else ()
+    if not len(edges) or not all(map(is_number, edges)) or any(np.diff(edges) <= 0):
+        raise UsageError(
+            "must be the name of a column, or a dict of one column with the largest value of each "
+            "bucket, ascending.",
+            "Write for example {'length': [64, 128, 256]}.",
+            option="buckets",
+            value=buckets,
         )
 
 

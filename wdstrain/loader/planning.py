@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.labels import reader_of, with_classes
 from wdstrain.errors import UsageError, logger
+from wdstrain.loader.buckets import bucketing
 from wdstrain.loader.options import LoaderOptions
+from wdstrain.order.buckets import Buckets
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
@@ -56,7 +58,7 @@ class EpochPlans:
     """Plans of the epochs of a loader.
 
     source: the chosen samples; a loader over them needs no `where` and no `balance`.
-    index: the same samples as one index. weighting: of these samples, if any.
+    index: the same samples as one index. weighting, bucketing: of these samples, if any.
     shuffle_buffer: the window, in samples of a lane.
     plan: returns the plan of an epoch. Raises PlanError for sizes that do not fit together.
     """
@@ -69,6 +71,7 @@ class EpochPlans:
             index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
+        self.bucketing = None if options.buckets is None else bucketing(self.index, options)
         _check_field_names(self.index, options.fields or {})
         self.shuffle_buffer = self._window(options)
         make = self._factory(options)
@@ -119,6 +122,10 @@ class EpochPlans:
             "shuffle": options.shuffle,
         }
         if isinstance(self.source, MixedSources):
+            if options.buckets is not None:
+                raise UsageError(
+                    "a mixture has no buckets.", "Leave {buckets} out.", {"buckets": ...}
+                )
             if options.tail != "drop":
                 raise UsageError(
                     "a mixture ends with the first source that cannot fill a step.",
@@ -130,6 +137,11 @@ class EpochPlans:
             names, shares = list(self.source.indexes), self.source.shares
             return partial(Mixture, counts=counts, names=names, shares=shares, **arguments)
         arguments |= {"counts": self.index.counts, "tail": options.tail}
+        if self.bucketing is not None:
+            Plan(**arguments, epoch=0)  # raises PlanError if the sizes do not fit together
+            own = {name: getattr(self.bucketing, name) for name in ("codes", "names", "sizes")}
+            del arguments["batch_size"], arguments["tail"]
+            return partial(Buckets, **own, **arguments)
         if self.weighting is None:
             return partial(Plan, **arguments)
         weights, strata = self.weighting.weights, self.weighting.strata
@@ -150,6 +162,8 @@ class EpochPlans:
         }
         if self.weighting is not None:
             values["weights"] = self.weighting.fingerprint
+        if self.bucketing is not None:
+            values["buckets"] = self.bucketing.fingerprint
         if isinstance(self.source, MixedSources):
             shares = zip(self.source.indexes, self.source.shares, strict=True)
             values |= {"shares": {name: str(share) for name, share in shares}, "turns": TURNS}
@@ -163,8 +177,9 @@ class EpochPlans:
             for name, value in identity.items()
             if state.get(name) != value
         ]
-        if "weights" in state and "weights" not in identity:
-            differences.append("weights were given, now there are none")
+        for name in ("weights", "buckets"):
+            if name in state and name not in identity:
+                differences.append(f"{name} were given, now there are none")
         if differences:
             raise UsageError(
                 f"this state belongs to another order: {'; '.join(differences)}.",
