@@ -46,6 +46,13 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def npy(array: Any) -> bytes:
+    """Return an array as numpy saves it."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 def images_with_equal_crc32() -> tuple[bytes, bytes]:
     """Return two different PNGs of equal size and crc32.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +251,7 @@ def check_values(index: wt.Index, name: str, rows: int) -> None:
     assert set(map(str, found)) <= set(label.classes)
     assert sum(found.values()) == rows
     fields = {"y": wt.label(label.stored_as)}
-    with closing(wt.Loader(index, fields, batch_size=rows, shuffle=False)) as loader:
+    with wt.Loader(index, fields, batch_size=rows, shuffle=False) as loader:
         (batch,) = loader.epoch(0, until=1)
     delivered = [label.classes[number] for number in batch["y"].tolist()]
     assert delivered == [str(value) for value in column]
@@ -327,7 +326,7 @@ def test_true_and_false_are_flags_everywhere(
     assert len(index.where(name)) == 4
     assert len(index.where(f"not {name} and {name} == False and {name} < 1")) == 8
     fields = {"class": wt.label(name), "number": wt.number(name)}
-    with closing(wt.Loader(index, fields, batch_size=12, shuffle=False)) as loader:
+    with wt.Loader(index, fields, batch_size=12, shuffle=False) as loader:
         (batch,) = loader.epoch(0, until=1)
     assert batch["class"].tolist() == batch["number"].tolist() == [int(flag) for flag in BOOLEANS]
     info = {column.name: column for column in wt.info(tables.out).columns}[name]

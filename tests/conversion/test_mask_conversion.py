@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
+from tests import conftest
 from tests.conftest import write_tar
 from tests.support.tables import attempt, read_members, write_table
 from wdstrain.cli.main import main
@@ -25,9 +26,7 @@ MASK = np.where(np.arange(80) < 41, 0, 20).astype(np.uint8)[None].repeat(60, 0)
 
 def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return conftest.encoded(image, kind, **options)
 
 
 def palette_mask() -> Image.Image:

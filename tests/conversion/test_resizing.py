@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import wdstrain as wt
+from tests import conftest
 from tests.support.tables import read_members
 
 SIDE = 24
@@ -19,10 +20,9 @@ def encoded(width: int, height: int, form: str, orientation: int = 1) -> bytes:
     """Return an image that is dark on the left and light on the right, as it is stored."""
     ramp = np.linspace(0, 255, width).astype(np.uint8)
     pixels = np.broadcast_to(ramp[None, :, None], (height, width, 3))
-    exif, out = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(np.ascontiguousarray(pixels)).save(out, form, exif=exif)
-    return out.getvalue()
+    return conftest.encoded(Image.fromarray(np.ascontiguousarray(pixels)), form, exif=exif)
 
 
 def converted(folder: Path, data: bytes, field: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,13 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import Sample, write_tar
+from tests.conftest import Sample, npy, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SHAPE = (40, 40)
 FIELDS: dict[str, Any] = {"x": wt.array("x.npy", shape=SHAPE, dtype="float32"), "label": wt.label()}
 LOOSE: dict[str, Any] = {"x": wt.array("x.npy"), "label": wt.label()}  # of any shape
-
-
-def npy(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
 
 
 def values(number: int) -> Any:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import picture, write_tar
+from tests.conftest import encoded, npy, picture, write_tar
 from tests.support.outcomes import result_or_refusal
 from wdstrain.decode.codecs import decode_image, log_lost_levels, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
@@ -35,12 +35,6 @@ def value(field: Any, data: bytes) -> Any:
     out = np.zeros(field.example.shape, field.example.dtype) if field.example else None
     returned = field.read(field.names[0], memoryview(data), out, NO_DRAWS)
     return out if out is not None else returned
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def test_a_truncated_image_is_an_error() -> None:
@@ -111,21 +105,14 @@ def test_a_number_beyond_float32_is_an_error(number: str) -> None:
 def test_a_number_may_be_infinite() -> None:
     assert value(wt.number("x"), b"-inf") == -np.inf
     assert value(wt.number("json.n"), b'{"n": Infinity}') == np.inf
-    assert value(wt.number("x"), npy_bytes(np.float64("inf"))) == np.inf
-
-
-def npy_bytes(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
+    assert value(wt.number("x"), npy(np.float64("inf"))) == np.inf
 
 
 def test_text_json_and_arrays() -> None:
     assert value(wt.text(), "grüß\n".encode()) == "grüß\n"
     assert value(wt.json(), b'{"a": [1, 2]}') == {"a": [1, 2]}
-    buffer = io.BytesIO()
-    np.save(buffer, np.arange(6.0).reshape(2, 3))
-    assert np.array_equal(value(wt.array(), buffer.getvalue()), np.arange(6.0).reshape(2, 3))
+    array = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(value(wt.array(), npy(array)), array)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +124,7 @@ def test_arrays_are_those_that_numpy_saved(dtype: Any, shape: tuple[int, ...]) -
     if saved.size and not isinstance(dtype, list):
         saved.flat[-1] = 1
     for array in (saved, np.asfortranarray(saved)):
-        data = npy_bytes(array)
+        data = npy(array)
         loaded = value(wt.array(), data)
         assert np.array_equal(loaded, array)
         assert (loaded.dtype, loaded.flags.writeable) == (array.dtype, True)
@@ -162,7 +149,7 @@ def test_a_crop_percentage_equals_resizing_and_cropping(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(file, "png")
     write_tar(tmp_path / "s.tar", [("a", {"png": file.getvalue()})])
     fields = {"image": wt.image(size=112, crop_pct=0.875)}
-    with closing(wt.Loader(tmp_path / "s.tar", fields, batch_size=1)) as loader:
+    with wt.Loader(tmp_path / "s.tar", fields, batch_size=1) as loader:
         cropped = next(iter(loader))["image"][0]
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
     reference = v2.functional.center_crop(v2.functional.resize(image, [128], antialias=True), [112])
@@ -362,7 +349,7 @@ def test_a_gzipped_field_is_read_or_named_gzip(field: Any, data: bytes, tmp_path
     write_tar(tmp_path / "a.tar", pack)
 
     def values() -> Any:
-        with closing(wt.Loader(tmp_path / "a.tar", {"x": field}, batch_size=2)) as loader:
+        with wt.Loader(tmp_path / "a.tar", {"x": field}, batch_size=2) as loader:
             return next(iter(loader))["x"]
 
     outcome = result_or_refusal(values)
@@ -386,7 +373,7 @@ def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
     log_lost_levels.cache_clear()  # it speaks once in a process
 
     def levels() -> int:
-        with closing(wt.Loader(tmp_path / "a.tar", {"x": wt.image(size=64)}, batch_size=1)) as it:
+        with wt.Loader(tmp_path / "a.tar", {"x": wt.image(size=64)}, batch_size=1) as it:
             return len(np.unique(next(iter(it))["x"]))
 
     outcome = result_or_refusal(levels)
@@ -422,7 +409,7 @@ def test_neighboring_numbers_stay_different_or_are_refused(
             samples = ({"__key__": str(i), **pack(first + i)} for i in range(8))
             wt.pack(samples, tmp_path / "set", labels=labels)
             fields = {"t": wt.number("json.t" if column else "t;t.npy")}
-            with closing(wt.Loader(tmp_path / "set", fields, batch_size=8)) as loader:
+            with wt.Loader(tmp_path / "set", fields, batch_size=8) as loader:
                 values = next(iter(loader))["t"].tolist()
         except wt.WdstrainError as error:
             values, warned = [], [error]  # type: ignore[list-item]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import simplejpeg
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import quick_and_slow, write_tar
+from tests.conftest import Sample, encoded, quick_and_slow, write_tar
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
@@ -34,9 +33,8 @@ def noise(width: int, height: int) -> Pixels:
     """Return noise and slopes, so that every block differs from its neighbors. uint8[h, w, 3]"""
     rows, columns = np.mgrid[:height, :width]
     grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
-    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(
-        np.uint8
-    )
+    slopes = np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2)
+    return (slopes + grains).astype(np.uint8)
 
 
 def jpeg(width: int, height: int, subsampling: str = "420") -> bytes:
@@ -47,9 +45,7 @@ def jpeg(width: int, height: int, subsampling: str = "420") -> bytes:
 
 
 def saved(width: int, height: int, kind: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(noise(width, height)).convert(mode).save(file, kind, **options)
-    return file.getvalue()
+    return encoded(Image.fromarray(noise(width, height)).convert(mode), kind, **options)
 
 
 def with_split_exif() -> bytes:
@@ -57,13 +53,10 @@ def with_split_exif() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = exif.tobytes().removeprefix(b"Exif\0\0")
-    segments = [b"Exif\0\0" + part for part in (data[:20], data[20:])]
+    parts = [b"Exif\0\0" + part for part in (data[:20], data[20:])]
+    segments = [b"\xff\xe1" + (len(part) + 2).to_bytes(2, "big") + part for part in parts]
     plain = saved(90, 60)
-    return (
-        plain[:2]
-        + b"".join(b"\xff\xe1" + (len(part) + 2).to_bytes(2, "big") + part for part in segments)
-        + plain[2:]
-    )
+    return plain[:2] + b"".join(segments) + plain[2:]
 
 
 NOT_PLAIN = {
@@ -121,18 +114,13 @@ class Batch:
         assert np.array_equal(self.out[row], self.expected(row)), row
 
 
+SIZES = [(1, 1), (48, 64), (77, 129), (224, 224)]
+GRID = itertools.product(SIZES, ["none", "flip", "rrc", "rrc+flip", "rrc+flip+trivialaugment"])
+
+
 @pytest.mark.parametrize(
     ("size", "augment"),
-    quick_and_slow(
-        sorted(
-            itertools.product(
-                [(1, 1), (48, 64), (77, 129), (224, 224)],
-                ["none", "flip", "rrc", "rrc+flip", "rrc+flip+trivialaugment"],
-            ),
-            key=lambda pair: (pair[0][0] + len(pair[1])) % 3,
-        ),
-        7,
-    ),
+    quick_and_slow(sorted(GRID, key=lambda pair: (pair[0][0] + len(pair[1])) % 3), 7),
 )
 def test_a_batch_has_the_pixels_of_whole_images_cropped_and_resized(
     size: tuple[int, int], augment: str
@@ -241,16 +229,14 @@ class Negative(ImageField):
 
 def test_a_subclass_of_the_image_field_decodes_every_image_itself(tmp_path: Path) -> None:
     images = [jpeg(50 + n, 60) for n in range(7)] + [saved(90, 60, progressive=True)]
-    write_tar(
-        tmp_path / "a.tar", [(f"k{n}", {"jpg": data, "cls": b"1"}) for n, data in enumerate(images)]
-    )
+    samples: list[Sample] = [(f"k{n}", {"jpg": data}) for n, data in enumerate(images)]
+    write_tar(tmp_path / "a.tar", samples)
     wt.index(tmp_path)
     plain = wt.image("jpg", size=32, augment="rrc+flip")
     fields = {"plain": plain, "negative": Negative(plain.names, plain.size, plain.augment)}
     for num_workers in (0, 1):
-        with closing(
-            wt.Loader(tmp_path, fields, batch_size=8, num_workers=num_workers, seed=3)
-        ) as loader:
+        options: dict[str, Any] = {"batch_size": 8, "num_workers": num_workers, "seed": 3}
+        with wt.Loader(tmp_path, fields, **options) as loader:
             (batch,) = loader
             assert (batch["plain"] + batch["negative"] == 255).all()
 
@@ -261,10 +247,9 @@ def test_a_random_crop_of_a_very_narrow_image_is_its_center_at_the_nearest_ratio
     """No crop of 8 to 100 % of the area fits: the center with 3 : 4 is taken, as torchvision does."""
     rows = (np.arange(800) % 250).astype(np.uint8)
     pixels = np.broadcast_to(rows[:, None, None], (800, 6, 3))
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
-    write_tar(tmp_path / "a.tar", [("tall", {"png": file.getvalue()})])
+    image = encoded(Image.fromarray(np.ascontiguousarray(pixels)), "PNG")
+    write_tar(tmp_path / "a.tar", [("tall", {"png": image})])
     field = wt.image(size=8, augment="rrc")  # 6 / (3 / 4) = 8 rows: not resized in height
-    with closing(wt.Loader(tmp_path, {"image": field}, batch_size=1, shuffle=False)) as loader:
+    with wt.Loader(tmp_path, {"image": field}, batch_size=1, shuffle=False) as loader:
         (batch,) = loader
     assert batch["image"][0, 0, :, 0].tolist() == rows[396:404].tolist()

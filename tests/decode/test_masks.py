@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def test_a_mask_stays_aligned_with_its_image(
         "mask": wt.mask(size=size, augment=augment),
     }
     seen = []
-    with closing(wt.Loader(tmp_path / "out", fields, batch_size=6)) as loader:
+    with wt.Loader(tmp_path / "out", fields, batch_size=6) as loader:
         for _ in range(2):
             for batch in loader:
                 image = batch["image"].permute(0, 2, 3, 1).numpy().astype(int)
@@ -213,7 +212,7 @@ def test_fields_of_other_sizes_get_the_same_crop(second: Any, side: int, tmp_pat
     def distances() -> npt.NDArray[np.float64]:
         """Largest distance of the columns that the two fields of a sample show, as a share."""
         rows = []
-        with closing(wt.Loader(tmp_path / "out", fields, batch_size=100)) as loader:
+        with wt.Loader(tmp_path / "out", fields, batch_size=100) as loader:
             for batch in loader.epoch(0, until=1):
                 shown = batch["second"] if second is wt.mask else batch["second"][:, 0]
                 places = (shown[:, 8].numpy() + 0.5) / (side if second is wt.mask else 256)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import closing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import wdstrain as wt
+from tests.conftest import npy
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
@@ -22,12 +22,9 @@ def body(number: int) -> bytes:
     return (b"%06d" % number) * (500 + number % 7)
 
 
-def pack(folder: Path, count: int) -> Path:
-    wt.pack(
-        ({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count)),
-        str(folder),
-        max_shard_samples=100,
-    )
+def pack(folder: Path, count: int, **options: Any) -> Path:
+    samples = ({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count))
+    wt.pack(samples, folder, max_shard_samples=100, **options)
     return folder
 
 
@@ -73,13 +70,12 @@ def test_what_a_field_returns_does_not_change_after_delivery(
     many: Path, kind: type[Own], num_workers: int
 ) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": 32, "num_workers": num_workers}
-    with closing(wt.Loader(many, {"x": kind()}, **options)) as loader:
+    with wt.Loader(many, {"x": kind()}, **options) as loader:
         batches = list(loader)
     assert len(batches) == 600 // 16
     for batch in batches:
-        assert [held(value, kind) for value in batch["x"]] == [
-            body(int(key[1:])) for key in batch["__key__"]
-        ]
+        expected = [body(int(key[1:])) for key in batch["__key__"]]
+        assert [held(value, kind) for value in batch["x"]] == expected
 
 
 class Halves(Own):
@@ -104,7 +100,7 @@ class Redraws(Own):
 def test_a_field_cannot_change_the_input_of_other_fields(tmp_path: Path, kind: type[Own]) -> None:
     folder = pack(tmp_path / "set", 20)
     with (
-        closing(wt.Loader(folder, {"own": kind(), "x": Own()}, batch_size=5)) as loader,
+        wt.Loader(folder, {"own": kind(), "x": Own()}, batch_size=5) as loader,
         pytest.raises(SampleError, match=r"field 'bin' at offset \d+: .*read-only"),
     ):
         list(loader)
@@ -140,23 +136,18 @@ class Drawn(Own):
 def test_writes_of_a_field_through_torch_reach_no_other_field(
     tmp_path: Path, kind: type[Own], through: str
 ) -> None:
-    folder = pack(tmp_path / "set", 20)
+    folder = pack(tmp_path / "set", 20, shuffle=False)
     fields: dict[str, wt.Field] = {"own": kind(), "x": Own(), "drawn": Drawn()}
     if through == "Loader":
-        with closing(wt.Loader(folder, fields, batch_size=5)) as loader:
-            samples = [
-                (key, x, drawn)
-                for batch in loader
-                for key, x, drawn in zip(batch["__key__"], batch["x"], batch["drawn"], strict=True)
-            ]
+        with wt.Loader(folder, fields, batch_size=5, shuffle=False) as loader:
+            batches = list(loader)
+        values = [(x, drawn) for b in batches for x, drawn in zip(b["x"], b["drawn"], strict=True)]
     else:
         apply = wt.to_example(fields)
-        examples = [
-            (f"k{n:06d}", apply({"__key__": f"k{n:06d}", "bin": body(n)})) for n in range(20)
-        ]
-        samples = [(key, example["x"], example["drawn"]) for key, example in examples]
-    assert len(samples) == 20
-    assert all(x == body(int(key[1:])) and drawn > 0 for key, x, drawn in samples)
+        examples = [apply({"__key__": f"k{n:06d}", "bin": body(n)}) for n in range(20)]
+        values = [(example["x"], example["drawn"]) for example in examples]
+    assert [x for x, _ in values] == list(map(body, range(20)))
+    assert all(drawn > 0 for _, drawn in values)
 
 
 class Tokens(Own):
@@ -170,14 +161,10 @@ class Tokens(Own):
 
 @WORKERS
 def test_unwritten_parts_of_out_are_zeros(many: Path, num_workers: int) -> None:
-    with closing(
-        wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers)
-    ) as loader:
+    with wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers) as loader:
         for batch in (batch for _ in range(2) for batch in loader):
-            expected = [
-                list(str(int(key[1:])).encode().ljust(8, b"\0")) for key in batch["__key__"]
-            ]
-            assert batch["x"].tolist() == expected
+            texts = [str(int(key[1:])).encode() for key in batch["__key__"]]
+            assert batch["x"].tolist() == [list(text.ljust(8, b"\0")) for text in texts]
     apply = wt.to_example({"x": Tokens()})
     assert apply({"__key__": "k", "id": b"12"})["x"].tolist() == [49, 50, 0, 0, 0, 0, 0, 0]
 
@@ -198,13 +185,11 @@ class ReturnsOut(Tokens):
 def test_a_returned_value_in_place_of_out_is_refused(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 20)
     with (
-        closing(wt.Loader(folder, {"x": Returns()}, batch_size=5)) as loader,
-        pytest.raises(
-            SampleError, match=r"read\(\) returned ndarray, and a field with an example writes"
-        ),
+        wt.Loader(folder, {"x": Returns()}, batch_size=5) as loader,
+        pytest.raises(SampleError, match="returned ndarray, and a field with an example writes"),
     ):
         list(loader)
-    with closing(wt.Loader(folder, {"x": ReturnsOut()}, batch_size=5)) as loader:
+    with wt.Loader(folder, {"x": ReturnsOut()}, batch_size=5) as loader:
         for batch in loader:
             assert batch["x"].tolist() == [[int(key[1:])] * 8 for key in batch["__key__"]]
 
@@ -219,18 +204,14 @@ class OwnArray(type(wt.array("x.npy"))):  # type: ignore[misc]
 
 def test_an_array_field_of_a_user_decodes_its_own_arrays(tmp_path: Path) -> None:
     """Its arrays are large enough for direct reads into batch memory."""
-    wt.pack(
-        ({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8)),
-        str(tmp_path / "set"),
-    )
+    rows = ({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8))
+    wt.pack(rows, tmp_path / "set")
     plain = wt.array("x.npy", shape=(64, 64), dtype="float32")
-    with closing(
-        wt.Loader(tmp_path / "set", {"x": OwnArray(plain.names, plain.example)}, batch_size=4)
-    ) as loader:
+    own = OwnArray(plain.names, plain.example)
+    with wt.Loader(tmp_path / "set", {"x": own}, batch_size=4) as loader:
         for batch in loader:
-            assert [item.unique().tolist() for item in batch["x"]] == [
-                [2.0 * int(key[1:])] for key in batch["__key__"]
-            ]
+            expected = [[2.0 * int(key[1:])] for key in batch["__key__"]]
+            assert [item.unique().tolist() for item in batch["x"]] == expected
 
 
 class Sometimes(Own):
@@ -249,17 +230,13 @@ def test_values_of_several_kinds_are_a_list(
     tmp_path: Path, num_workers: int, on_error: str
 ) -> None:
     folder = pack(tmp_path / "set", 60)
-    with closing(
-        wt.Loader(
-            folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_error=on_error
-        )
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": num_workers, "on_error": on_error}
+    with wt.Loader(folder, {"x": Sometimes()}, batch_size=10, **options) as loader:
         for batch in loader:
             assert isinstance(batch["x"], list)
             for key, actual in zip(batch["__key__"], batch["x"], strict=True):
-                expected = Sometimes().read(
-                    "id", memoryview(str(int(key[1:])).encode()), None, None
-                )
+                text = str(int(key[1:])).encode()
+                expected = Sometimes().read("id", memoryview(text), None, None)
                 if isinstance(expected, np.ndarray):
                     assert isinstance(actual, torch.Tensor)
                     assert actual.tolist() == expected.tolist()
@@ -282,12 +259,6 @@ KINDS = {
 }
 
 
-def npy(value: Any) -> bytes:
-    into = io.BytesIO()
-    np.save(into, value)
-    return into.getvalue()
-
-
 class Given(Own):
     """Arrays of the tested kind, made in this process: not as numpy has stored them."""
 
@@ -305,21 +276,14 @@ def test_arrays_are_delivered_as_tensors_of_their_values(
 ) -> None:
     """In a batch of their own, and among arrays of another shape."""
     value = KINDS[kind]
-    rows = [
-        {
-            "__key__": f"k{n}",
-            "x.npy": npy(value if n % among == 0 else np.arange(4)),
-            "bin": b"odd" if n % among == 0 else b"",
-        }
-        for n in range(4)
-    ]
-    wt.pack(rows, str(tmp_path / "set"), shuffle=False)
+    odd, other = {"x.npy": npy(value), "bin": b"odd"}, {"x.npy": npy(np.arange(4)), "bin": b""}
+    rows = [{"__key__": f"k{n}", **(other if n % among else odd)} for n in range(4)]
+    wt.pack(rows, tmp_path / "set", shuffle=False)
     fields: dict[str, Any] = {"x": wt.array("x.npy"), "own": Given(kind)}
     if among == 1 and value.dtype.isnative:
         fields["fixed"] = wt.array("x.npy", shape=value.shape, dtype=value.dtype.name)
-    with closing(
-        wt.Loader(tmp_path / "set", fields, batch_size=4, shuffle=False, num_workers=num_workers)
-    ) as loader:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "num_workers": num_workers}
+    with wt.Loader(tmp_path / "set", fields, **options) as loader:
         (batch,) = loader
     for name in fields:
         for n, actual in enumerate(batch[name]):
@@ -334,29 +298,19 @@ def test_arrays_are_delivered_as_tensors_of_their_values(
 )
 @WORKERS
 def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_workers: int) -> None:
-    rows = [
-        {"__key__": f"k{n}", "x.npy": npy(np.arange(3, dtype="longdouble" if n == 2 else "int64"))}
-        for n in range(4)
-    ]
-    wt.pack(rows, str(tmp_path / "set"), shuffle=False)
+    arrays = [np.arange(3, dtype="longdouble" if n == 2 else "int64") for n in range(4)]
+    rows = [{"__key__": f"k{n}", "x.npy": npy(array)} for n, array in enumerate(arrays)]
+    wt.pack(rows, tmp_path / "set", shuffle=False)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "num_workers": num_workers}
+    fields = {"x": wt.array("x.npy")}
+    words = r"train-000000.tar: 'k2', field 'x.npy' .* is an array of float\d+, which torch"
     with (
-        closing(wt.Loader(tmp_path / "set", {"x": wt.array("x.npy")}, **options)) as loader,
-        pytest.raises(
-            SampleError,
-            match=r"train-000000.tar: 'k2', field 'x.npy' .* is an array of float\d+, which torch",
-        ),
+        wt.Loader(tmp_path / "set", fields, **options) as loader,
+        pytest.raises(SampleError, match=words),
     ):
         list(loader)
-    with closing(
-        wt.Loader(
-            tmp_path / "set",
-            {"x": wt.array("x.npy")},
-            on_error="replace",
-            max_errors=0.5,
-            **options,
-        )
-    ) as loader:
+    options |= {"on_error": "replace", "max_errors": 0.5}
+    with wt.Loader(tmp_path / "set", fields, **options) as loader:
         (batch,) = loader
         assert batch["x"].tolist() == [[0, 1, 2]] * 4
         assert loader.report()["bad"] == 1
@@ -371,7 +325,6 @@ def test_an_example_with_a_dtype_unknown_to_torch_is_refused(tmp_path: Path, dty
     class Fixed(Own):
         example = wt.Example((3,), dtype)
 
-    with pytest.raises(
-        WdstrainError, match=f"field 'x' has an example of '{dtype}'".replace("[", r"\[")
-    ):
+    words = re.escape(f"field 'x' has an example of '{dtype}'")
+    with pytest.raises(WdstrainError, match=words):
         wt.Loader(folder, {"x": Fixed()}, batch_size=2)

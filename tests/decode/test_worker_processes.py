@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -222,8 +222,8 @@ def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: in
     """The loop takes some batches and waits until no more begin. Each message has one batch."""
     size, batches = 130, 40
     shards, file = write_shards(tmp_path / "shards", [size * batches]), tmp_path / "begun"
-    with closing(
-        wt.Loader(shards, transform=CountsSamples(file), batch_size=size, num_workers=workers)
+    with wt.Loader(
+        shards, transform=CountsSamples(file), batch_size=size, num_workers=workers
     ) as loader:
         passed = loader.epoch(0, until=1)
         for taken in range(1, 4):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import encoded, picture, write_shards, write_tar
+from tests.conftest import encoded, npy, picture, write_shards, write_tar
 from tests.support.outcomes import result_or_refusal
 
 Views = namedtuple("Views", "first second")
@@ -79,7 +77,7 @@ class Makes:
 def test_every_tensor_of_a_batch_is_moved_and_containers_keep_their_type(
     kind: str, shards: Path
 ) -> None:
-    with closing(wt.Loader(shards, transform=Makes(kind), batch_size=4)) as loader:
+    with wt.Loader(shards, transform=Makes(kind), batch_size=4) as loader:
         plain = next(iter(loader))["value"]
         moved = next(iter(wt.to_device(loader, "meta")))["value"]
     assert devices(moved) == {"meta"}
@@ -91,7 +89,7 @@ def test_a_batch_without_rows_has_the_containers_of_full_batches(kind: str, tmp_
     """Seven samples on three ranks: the last batch of one rank is empty."""
     write_shards(tmp_path, [7])
     options: dict[str, Any] = {"transform": Makes(kind), "batch_size": 1, "tail": "keep"}
-    with closing(wt.Loader(tmp_path, **options, rank=2, world_size=3)) as loader:
+    with wt.Loader(tmp_path, **options, rank=2, world_size=3) as loader:
         batches = [batch["value"] for batch in loader.epoch(0, until=1)]
     assert len(batches) == 3
     assert skeleton(batches[2], rows=0) == skeleton(batches[0], rows=0)
@@ -115,7 +113,7 @@ def test_a_batch_without_rows_has_the_types_of_fields(tmp_path: Path) -> None:
         last = []
         for rank in (0, 2):
             options: dict[str, Any] = {"batch_size": 1, "tail": "keep", "world_size": 3}
-            with closing(wt.Loader(tmp_path, given, rank=rank, **options)) as loader:
+            with wt.Loader(tmp_path, given, rank=rank, **options) as loader:
                 last.append(list(loader)[-1])
                 assert loader.report()["samples"] == (2 if rank == 0 else 1)
         full, empty = last
@@ -131,14 +129,8 @@ def test_a_batch_without_rows_has_the_types_of_fields(tmp_path: Path) -> None:
 # --- bad samples ----------------------------------------------------------------------------------
 
 
-def _npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
 MASK = encoded(Image.fromarray(np.ones((8, 8), np.uint8)), "PNG")
-ONES = _npy(np.ones(3, np.float32))
+ONES = npy(np.ones(3, np.float32))
 MARKED = [
     (wt.array("npy", shape=(3,), dtype="float32"), ONES, 1),
     (wt.image("png", size=8), picture(1), 1),
@@ -148,7 +140,7 @@ MARKED = [
     (wt.text("txt"), b"word", 1),
     (wt.array("npy"), ONES, 1),
     (wt.array("npy"), ONES, 4),
-    (wt.array("npy"), _npy(np.float32(1)), 1),
+    (wt.array("npy"), npy(np.float32(1)), 1),
     (wt.mask("mask.png"), MASK, 1),
 ]
 
@@ -167,7 +159,7 @@ def test_a_marked_row_does_not_change_the_type_of_a_batch(
 
     def types() -> set[type]:
         options: dict[str, Any] = {"on_error": "mark", "max_errors": 1, "shuffle": False}
-        with closing(wt.Loader(tmp_path, {"x": field}, batch_size=4, **options)) as loader:
+        with wt.Loader(tmp_path, {"x": field}, batch_size=4, **options) as loader:
             return {type(batch["x"]) for batch in loader.epoch(0, until=1)}
 
     outcome = result_or_refusal(types)
@@ -184,7 +176,7 @@ def test_images_without_a_size_are_a_list_also_if_their_sizes_agree(
     """The type of a batch value does not depend on its samples."""
     wt.pack(({"__key__": f"k{n}", "mask.png": MASK} for n in range(2)), tmp_path / "out")
     options: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers}
-    with closing(wt.Loader(tmp_path / "out", {"x": field}, **options)) as loader:
+    with wt.Loader(tmp_path / "out", {"x": field}, **options) as loader:
         values = next(iter(loader))["x"]
     assert isinstance(values, list)
     assert [value.shape[-2:] for value in values] == [(8, 8)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -283,7 +282,7 @@ def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objec
 
     def agreement() -> float:
         """Share of pixels whose mask is that of the object in the image."""
-        with closing(wt.Loader(objects, fields, batch_size=16)) as loader:
+        with wt.Loader(objects, fields, batch_size=16) as loader:
             batch = next(iter(wt.to_device(loader, "cpu", wt.Augmentation(**options))))
         image, mask = batch["image"][:, 0] > 0.4, batch["mask"] == 1
         return float((image == mask).float().mean()) if image.shape == mask.shape else 0.0
@@ -316,7 +315,7 @@ def test_changes_without_randomness_need_no_random_numbers(options: dict[str, An
 def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) -> None:
     """A loop, or a trainer that moves batches itself, gets the pixels of `to_device`."""
     augmentation = wt.Augmentation("rrc+flip", size=16, hue=0.2)
-    with closing(wt.Loader(photos, FIELDS, batch_size=8, num_workers=num_workers)) as loader:
+    with wt.Loader(photos, FIELDS, batch_size=8, num_workers=num_workers) as loader:
         moved = [batch["image"] for batch in wt.to_device(loader.epoch(0), "cpu", augmentation)]
         own = [augmentation(batch)["image"] for batch in loader.epoch(0, until=1)]
     assert len(own) == len(moved)
@@ -340,7 +339,7 @@ def test_a_marked_sample_is_mixed_into_no_other(
     def good_rows() -> tuple[float, float]:
         """Return the least share of class 1, and the darkest pixel, of all good rows."""
         shares, pixels = [], []
-        with closing(wt.Loader(tmp_path, fields, batch_size=8, **options)) as loader:
+        with wt.Loader(tmp_path, fields, batch_size=8, **options) as loader:
             batches = loader.epoch(0, until=4)
             for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):
                 own = torch.from_numpy(np.asarray(batches.delivered.own))
@@ -361,7 +360,7 @@ def test_a_label_outside_the_classes_of_mixup_is_an_error_with_its_key(
 ) -> None:
     """On a GPU the wrong index would end the process without a word about the sample."""
     augmentation = wt.Augmentation(classes=9, **mixing)  # sample s009 has the class 9
-    with closing(wt.Loader(photos, FIELDS, batch_size=60, shuffle=False)) as loader:
+    with wt.Loader(photos, FIELDS, batch_size=60, shuffle=False) as loader:
         batches = wt.to_device(loader.epoch(0, until=1), "cpu", augmentation)
         with pytest.raises(wt.WdstrainError, match="s009"):
             next(batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def test_an_argument_of_other_loaders_is_refused_with_the_next_step(
 def test_a_loader_in_a_data_loader_of_torch_is_refused_with_the_next_step(
     tmp_path: Path, batch_size: int | None
 ) -> None:
-    with closing(wt.Loader(str(write_shards(tmp_path, [4])), batch_size=2)) as loader:
+    with wt.Loader(str(write_shards(tmp_path, [4])), batch_size=2) as loader:
         wrapped: Any = DataLoader(loader, batch_size=batch_size)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="Use it in place of a DataLoader"):
             next(iter(wrapped))

@@ -293,7 +293,7 @@ _BALANCED = [50.0] + [50 / 99] * 99  # half of the epoch is the large sample
 def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Path) -> None:
     """The buffer holds the whole epoch here, which has 100 large samples among 200."""
     folder = holes(tmp_path, [_LARGE // 30] + [_SMALL] * 99, shards=2)
-    with contextlib.closing(wt.Loader(folder, batch_size=4, weights=_BALANCED * 2)) as loader:
+    with wt.Loader(folder, batch_size=4, weights=_BALANCED * 2) as loader:
         named = re.search(r"([\d.]+) MB", repr(loader))
     assert named is not None
     assert 5 <= float(named[1]) <= 20
@@ -307,5 +307,5 @@ def test_the_default_buffer_has_256_mb_of_the_samples_of_the_epoch(
     folder = holes(tmp_path, [_LARGE] + [_SMALL] * 99, shards=20)
     mean = (_LARGE + 99 * _SMALL) / 100 if weights is None else (_LARGE + _SMALL) / 2
     given = None if weights is None else weights * 20
-    with contextlib.closing(wt.Loader(folder, batch_size=4, weights=given)) as loader:
+    with wt.Loader(folder, batch_size=4, weights=given) as loader:
         assert loader.shuffle_buffer * mean < 2 * 256e6

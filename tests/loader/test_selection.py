@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def test_samples_that_are_repeated_often_are_all_delivered(
     )
     wt.pack(rows, tmp_path / "out")
     fields = {"txt": wt.text()}
-    with closing(wt.Loader(tmp_path / "out", fields, batch_size=20, **options)) as loader:
+    with wt.Loader(tmp_path / "out", fields, batch_size=20, **options) as loader:
         for number in range(2):
             counts = Counter[str]()
             for batch in loader.epoch(number, until=number + 1):

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 import wdstrain as wt
+from tests.conftest import npy
 from tests.oracle.data_set import CLASSES, DataSet, draw_data_set, write
 
 WORDS = ("ant", "bee", "Cat", "dog fish", "été", "10")
@@ -186,7 +187,7 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
     x[:, 0] = np.arange(count)
     names = ["zero", "one", "two"]
     items = [
-        Item(_npy(row), {}, {"label": names[label]})
+        Item(npy(row), {}, {"label": names[label]})
         for row, label in zip(x, labels.tolist(), strict=True)
     ]
     arrays: dict[str, Any] = {"x": x, "cls": labels}
@@ -281,12 +282,6 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
     unknown = "bin" in drop and not any("bin" in sample.fields for sample in data.samples)
     refused = "no shard has a field 'bin'" if unknown else None
     return Source("tars", "number", items, convert, change=change, classes=classes, refused=refused)
-
-
-def _npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def document_of(fields: dict[str, bytes]) -> Any:

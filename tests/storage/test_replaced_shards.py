@@ -131,7 +131,7 @@ def test_a_local_shard_that_is_written_over_raises_in_the_next_epoch(www: Path) 
     """The set has an index without checksums, and the file keeps its number and size."""
     put(www, 0, [100, 200, 300], at=1)
     wt.index(www)
-    with closing(wt.Loader(www, batch_size=3)) as loader:
+    with wt.Loader(www, batch_size=3) as loader:
         assert next(iter(loader.epoch(0, until=1)))["txt"]
         loader.close()
         put(www.parent / "other", 50, [100, 200, 300], at=2, keys=0)
