@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3110,
+    "conversion": 3107,
     "training": 2936,
     "inspection": 1435,
     "loader": 1268,

@@ -90,7 +90,7 @@ class Catalog:
     has_files: bool
 
     def keys(self, numbers: Ints) -> list[str]:
-        return [self.items[number].key for number in numbers.tolist()]
+        return [str(self.items[number].key) for number in numbers.tolist()]
 
     def identity(self, numbers: Ints) -> bytes:
         """Return a hash of what samples consist of, without reading it.
@@ -145,12 +145,12 @@ class Catalog:
         )
 
 
-class _Builder:
+class CatalogBuilder:
     """Collects samples that are added one after another. sizes: bytes of each in a shard."""
 
-    def __init__(self, source: Source, seed: int) -> None:
-        self._source, self._seed, self._grouped = source, seed, False
-        self._items, self.sizes = source.stored or SampleStore(), array("q")
+    def __init__(self, name: str, seed: int, *, has_files: bool) -> None:
+        self._name, self._seed, self._has_files, self._grouped = name, seed, has_files, False
+        self._items, self.sizes = SampleStore(), array("q")
         self._rank, self._groups = array("Q"), array("Q")
         self._split, self._stratum = array("i"), array("i")
         self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
@@ -158,18 +158,18 @@ class _Builder:
 
     def add(self, rank: int, sample: Sample, parts: list[tuple[str, Any]]) -> None:
         """Add a sample. rank: hash of its key. parts: bytes and pieces."""
-        key, group = str(sample.key), sample.group or sample.identity
+        key, group, size = str(sample.key), sample.group or sample.identity, 0
         if sample.name:
             self._renamed[len(self.sizes)] = {"key": key, "name": sample.name}
-        sizes = ((f, part[1] if isinstance(part, tuple) else len(part)) for f, part in parts)
-        self.sizes.append(sum(member_size(f"{key}.{field}", size) for field, size in sizes))
+        for field, part in parts:
+            size += member_size(f"{key}.{field}", part[1] if isinstance(part, tuple) else len(part))
+        self.sizes.append(size)
         self._rank.append(rank)
         self._groups.append(rank if group in ("", key) else text_hash(self._seed, group))
         self._grouped = self._grouped or bool(sample.group)
         self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
         self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
-        if self._source.stored is None:
-            self._items.append(sample._replace(parts=parts))
+        self._items.append(Sample(key, parts, row=sample.row, name=sample.name))
 
     def finish(self) -> Catalog:
         """Return all samples that were added.
@@ -184,7 +184,7 @@ class _Builder:
             mine = split == code
             side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
         return Catalog(
-            name=self._source.name,
+            name=self._name,
             items=self._items,
             sizes=np.array(self.sizes, np.int64),
             rank=np.array(self._rank, np.uint64),
@@ -195,7 +195,7 @@ class _Builder:
             strata=tuple(self._strata),
             grouped=self._grouped,
             renamed=self._renamed,
-            has_files=self._source.has_files,
+            has_files=self._has_files,
         )
 
 
@@ -270,7 +270,7 @@ def collect(
     """
     files, catalog, has_files = (
         _Spool(spool, options),
-        _Builder(source, options.seed),
+        CatalogBuilder(source.name, options.seed, has_files=source.has_files),
         source.has_files,
     )
     for entry in source.samples() if has_files else _streamed(source, options, first_key):
@@ -287,7 +287,7 @@ def collect(
         if not has_files:
             progress(len(catalog.sizes), files.bytes)
     files.flush()
-    return catalog.finish()
+    return source.catalog if isinstance(source.catalog, Catalog) else catalog.finish()
 
 
 def _piece(part: tuple[str, Any]) -> tuple[str, Any]:

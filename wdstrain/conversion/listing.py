@@ -60,7 +60,7 @@ class Sample(NamedTuple):
     identity: str = ""
 
 
-class SampleStore(Sequence[Sample]):
+class SampleStore:
     """Samples of bytes and files, in a quarter of the memory that their objects take."""
 
     def __init__(self) -> None:
@@ -70,12 +70,7 @@ class SampleStore(Sequence[Sample]):
         self._data += marshal.dumps(tuple(sample))  # type: ignore[arg-type]
         self._stops.append(len(self._data))
 
-    def __len__(self) -> int:
-        return len(self._stops) - 1
-
-    def __getitem__(self, number: Any) -> Any:
-        if number >= len(self):
-            raise IndexError
+    def __getitem__(self, number: int) -> Sample:
         start, stop = self._stops[number : number + 2]
         return Sample(*marshal.loads(memoryview(self._data)[start:stop]))
 
@@ -139,7 +134,7 @@ class Source:
     grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards
     must not be put into. stratum: name of the column that the strata are from. has_files: all
     contents are bytes and paths, and keys are final, so that samples are packed from where they are.
-    stored: all good samples, if they are kept already.
+    catalog: the `Catalog` of all good samples, if the source makes it itself.
     """
 
     name: str
@@ -152,7 +147,7 @@ class Source:
     root: str | None = None
     stratum: str = ""
     has_files: bool = False
-    stored: SampleStore | None = None
+    catalog: object = None
 
 
 class Keys:

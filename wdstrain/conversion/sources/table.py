@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wdstrain.conversion.collect import CatalogBuilder, text_hash
 from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
@@ -31,14 +32,13 @@ from wdstrain.conversion.listing import (
     BadSamples,
     Keys,
     Sample,
-    SampleStore,
     Source,
     image_field,
 )
 from wdstrain.conversion.options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
-    batched,
     distinct,
+    each,
     json_fields,
     values_of,
 )
@@ -125,31 +125,42 @@ class _Rows:
 
     def listing(self, bad: BadSamples) -> Source:
         """Return the rows whose images are files."""
-        images, keys, items = _Images(self._table.files, self._options.root), Keys(), SampleStore()
-        firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
+        files, seed = self._table.files, self._options.seed
+        images, keys = _Images(files, self._options.root), Keys()
+        catalog = CatalogBuilder(files.name, seed, has_files=True)
+        firsts: dict[int, str] = {}  # hash of an image's place -> key of the first row that has it
         for entry in self._samples(images):
             if isinstance(entry, BadSample):
                 bad.put(entry)
                 continue
             stem = os.path.splitext(entry.name)[0]
             key = keys.key(stem)
-            identity = firsts.setdefault(entry.identity, key)
-            name = entry.name if key != stem else ""
-            items.append(entry._replace(key=key, name=name, identity=identity))
-        decided = [images.decision(), *self._lines()]
-        if twice := len(items) - len(firsts):
+            sample = entry._replace(
+                key=key,
+                name=entry.name if key != stem else "",
+                identity=firsts.setdefault(hash(entry.identity), key),
+            )
+            catalog.add(text_hash(seed, key), sample, list(entry.parts))
+        decided = [
+            f"images: {images.exist} of {images.asked} paths exist; relative paths begin at "
+            f"{images.base or '.'}",
+            *self._lines(),
+        ]
+        if twice := len(catalog.sizes) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        source = self._source(decided)
-        return replace(source, samples=lambda: chain(bad.bad, items), has_files=True, stored=items)
+        source = replace(self._source(decided), has_files=True)
+        return replace(source, samples=lambda: bad.bad, catalog=catalog.finish())
 
     def _paths(self) -> Iterator[str]:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
         columns = [self._table.column(name, written=True) for name in self._images]
-        return map(self._path, compress(batched(*columns), self._chosen))
+        return map(self._path, compress(zip(*map(each, columns), strict=True), self._chosen))
 
     def _path(self, cells: tuple[Any, ...]) -> str:
-        plain = (cell.get("path") if isinstance(cell, dict) else cell for cell in cells)
-        texts = [_stripped(cell).replace("\\", "/") for cell in plain]
+        texts = [
+            _stripped(cell.get("path") if isinstance(cell, dict) else cell).replace("\\", "/")
+            for cell in cells
+        ]
         if self._apart or not all(texts):
             return texts[0] if self._apart else ""
         by_name = dict(zip(self._images, texts, strict=True))
@@ -231,8 +242,8 @@ class _Rows:
     ) -> Sample:
         """Return a sample of an image with the other columns of its row. Raises SampleError."""
         options = self._options
-        named = options.split_by, options.group_by
-        split, group = (_stripped(cells[name]) if name else "" for name in named)
+        split = _stripped(cells[options.split_by]) if options.split_by else ""
+        group = _stripped(cells[options.group_by]) if options.group_by else ""
         for name, label in self._labels.items():
             code = label.codes[row]
             if code in label.bad:
@@ -241,9 +252,9 @@ class _Rows:
         if options.split_by is not None and not split:
             raise SampleError(f"the split column '{options.split_by}' is empty")
         stratum = str(cells[self._stratum]) if self._stratum else ""
+        cell = cells.pop(options.image, None)  # None: a template
         if images is None:
-            prefix = self._table.files.key_prefix(file)
-            sample = _bytes_image(cells[options.image], f"{prefix}row-{line:09d}")
+            sample = _bytes_image(cell, f"{self._table.files.key_prefix(file)}row-{line:09d}")
         else:
             sample = images.image(path)
         parts = list(sample.parts)
@@ -251,18 +262,21 @@ class _Rows:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
         if options.text is not None and (text := cells.pop(options.text)) is not None:
             parts.append(("txt", str(text).encode()))
-        parts += json_fields({n: cell for n, cell in cells.items() if n not in self._apart})
-        fields = [field for field, _ in parts]
-        if len(set(fields)) < len(fields):
+        parts += json_fields(cells) if cells else []
+        if len(dict(parts)) < len(parts):
+            fields = ", ".join(field for field, _ in parts)
             raise SampleError(
-                f"two of its columns would be one field: {', '.join(fields)}; rename one of them"
+                f"two of its columns would be one field: {fields}; rename one of them"
             )
-        return sample._replace(
-            parts=parts,
+        return Sample(
+            sample.key,
+            parts,
             split=split or ("" if options.split else self._file_splits.get(file, "")),
             group=f"{options.group_by}={group}" if group else "",
             stratum=stratum,
             row=line,
+            name=sample.name,
+            identity=sample.identity,
         )
 
 
@@ -332,11 +346,14 @@ def _bytes_image(cell: Any, name: str) -> Sample:
 
 
 class _Images:
-    """Images of a table that are files. asked, exist: number of paths so far."""
+    """Images of a table that are files, with relative paths from the base.
+
+    asked, exist: number of paths so far.
+    """
 
     def __init__(self, files: TableFiles, root: str | None) -> None:
         base = files.base if root is None else root
-        self._base, self.asked, self.exist = base or "", 0, 0
+        self.base, self.asked, self.exist = base or "", 0, 0
         # keys do not say where the folder is
         self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
 
@@ -345,7 +362,7 @@ class _Images:
         if not path:
             raise SourceError("there is no path of an image")
         self.asked += 1
-        field, file = image_field(path), os.path.join(self._base, path)
+        field, file = image_field(path), os.path.join(self.base, path)
         if field is None:
             raise SourceError("the path has no extension of an image")
         try:
@@ -362,10 +379,5 @@ class _Images:
         if status.st_size == 0:
             raise SourceError("it has 0 bytes")
         parts = [(field, (file, status.st_size, status.st_mtime_ns))]
-        name = os.path.normpath(path).removeprefix(self._prefix) if os.path.isabs(path) else path
+        name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
         return Sample(None, parts, name=name, identity=os.path.abspath(file))
-
-    def decision(self) -> str:
-        """Return where the files are looked for and how many there are, for people."""
-        place = self._base or "."
-        return f"images: {self.exist} of {self.asked} paths exist; relative paths begin at {place}"

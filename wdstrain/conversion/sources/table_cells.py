@@ -14,9 +14,9 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -30,6 +30,7 @@ from wdstrain.errors import UsageError
 from wdstrain.shards.label_kinds import NUMBER, WHOLE
 
 Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list
+T = TypeVar("T")
 Changes = Counter[str]  # what values that JSON lacks became -> how many
 
 BATCH = 8192  # rows that are Python values at a time
@@ -44,20 +45,20 @@ _TYPES = (
 _PLAIN = {pa.string(), pa.large_string(), pa.bool_(), pa.int64(), pa.binary(), pa.null()}
 
 
-def cells_of(values: list[Any]) -> Cells:
+def batched(values: Iterable[T]) -> Iterator[list[T]]:
+    """Return batches of values, so that few of them are Python values at a time."""
+    some = iter(values)
+    return iter(lambda: list(islice(some, BATCH)), [])
+
+
+def cells_of(values: Sequence[Any]) -> Cells:
     """Return values as an Arrow array, if that gives back the same values."""
     types = set(map(type, values)) - {type(None)}
     if len(types) <= 1 and types <= {bool, int, float, str}:
         # a number beyond 64 bits, or half a character
         with suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
             return pa.chunked_array([pa.array(values)])
-    return values
-
-
-def collected(values: Iterable[Any]) -> Cells:
-    """Return values as cells. Only a batch of them are Python values at a time."""
-    some = iter(values)
-    return joined([cells_of(batch) for batch in iter(lambda: list(islice(some, BATCH)), [])])
+    return list(values)
 
 
 def joined(parts: Sequence[Cells]) -> Cells:
@@ -107,11 +108,10 @@ def values_of(cells: Cells) -> list[Any]:
     return cells if isinstance(cells, list) else list(cells.to_pylist())
 
 
-def batched(*columns: Cells) -> Iterator[tuple[Any, ...]]:
-    """Yield the cells of each row, as Python values."""
-    for start in range(0, len(columns[0]), BATCH):
-        some = (values_of(cells[start : start + BATCH]) for cells in columns)
-        yield from zip(*some, strict=True)
+def each(cells: Cells) -> Iterator[Any]:
+    """Return an iterator of cells as Python values. Only a batch of them exists at a time."""
+    starts = range(0, len(cells), BATCH)
+    return chain.from_iterable(values_of(cells[start : start + BATCH]) for start in starts)
 
 
 # --- values that JSON knows -----------------------------------------------------------------------
@@ -121,7 +121,8 @@ def plain(cells: Cells, changes: Changes) -> Cells:
     """Return cells whose values are all plain. changes: counts the values that JSON cannot hold."""
     if not isinstance(cells, list) and _is_plain(cells):
         return cells
-    return collected(_plain(value, changes) for value in cells)
+    values = (_plain(value, changes) for value in cells)
+    return joined([cells_of(batch) for batch in batched(values)])
 
 
 def _is_plain(cells: pa.ChunkedArray) -> bool:

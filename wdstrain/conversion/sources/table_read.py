@@ -14,7 +14,7 @@ import io
 import json
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -27,6 +27,7 @@ from wdstrain.conversion.sources.table_cells import (
     BATCH,
     Cells,
     Changes,
+    batched,
     cells_of,
     joined,
     plain,
@@ -46,7 +47,7 @@ _NEXT_STEP = (
 )
 _IMAGE_BATCH = 128  # rows of a batch with images
 
-Row = tuple[int, dict[str, Any]]  # number of a row in its file, and its cells by column
+Row = tuple[int, Any]  # number of a row in its file, and its cells
 
 
 class Part(NamedTuple):
@@ -261,9 +262,8 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _parts_of_rows(path: str, rows: Iterable[Row]) -> Iterator[Part]:
-    """Yield rows as parts. Cells that a row lacks are empty."""
-    rows = iter(rows)
-    while batch := list(islice(rows, BATCH)):
+    """Yield rows that are dicts as parts. Cells that a row lacks are empty."""
+    for batch in batched(rows):
         names = dict.fromkeys(name for _, row in batch for name in row)
         cells = {name: cells_of([row.get(name) for _, row in batch]) for name in names}
         yield Part(path, array("q", [number for number, _ in batch]), cells)
@@ -287,12 +287,15 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
     def complete() -> Iterator[Row]:
         for line, row in rows:
             if len(row) == len(names):
-                yield line, dict(zip(names, row, strict=True))
+                yield line, row
             else:
                 reason = f"it has {len(row)} cells, but the table has {len(names)} columns"
                 bad.put(BadSample(path, line, "", reason))
 
-    yield from _parts_of_rows(path, complete())
+    for batch in batched(complete()):
+        lines, cells = zip(*batch, strict=True)
+        columns = zip(names, map(cells_of, zip(*cells, strict=True)), strict=True)
+        yield Part(path, array("q", lines), dict(columns))
 
 
 def _csv_rows(path: str, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
