@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3107,
     "training": 2936,
-    "inspection": 1435,
+    "inspection": 1429,
     "loader": 1268,
     "shards": 2087,
     "decode": 1303,

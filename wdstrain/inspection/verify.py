@@ -38,7 +38,7 @@ from wdstrain.inspection.scan import (
 from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import parse_list, takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo, scalar
@@ -103,7 +103,7 @@ def verify(options: VerifyOptions) -> Verification:
 
     Raises UsageError for addresses without shards. What is wrong with shards is in `findings`.
     """
-    need = _needed(options.need)
+    need = parse_list(options.need) if isinstance(options.need, str) else options.need
     shards, findings = shards_at(options.urls)
     if options.where is not None:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
@@ -322,7 +322,7 @@ def _lacking(
     nothing, kinds = np.zeros(len(whole), np.bool_), dict[str, list[str]]()
     for name in sorted(has):
         kinds.setdefault(field_kind(name), []).append(name)
-    rules = {some: some.split(";") for some in sorted(required)}
+    rules = {some: some.lower().split(";") for some in sorted(required)}
     for kind, names in ({**kinds, **rules}).items():
         ids = np.flatnonzero(~np.any([has.get(name, nothing) for name in names], axis=0))
         reason, count = f"it has no {' or '.join(names)}", len(whole) - len(ids)
@@ -363,14 +363,3 @@ def _check_groups(result: Verification, indexes: list[Index], group_by: str | No
             continue
         result.groups[column] = len(np.unique(codes))
         result.findings += _leaks(whole, codes, np.arange(len(whole)), f"group of {column!r}")
-
-
-def _needed(need: str | Sequence[str]) -> list[str]:
-    """Return the needed fields; alternatives are separated by ";"."""
-    groups = need.split(",") if isinstance(need, str) and need else list(need)
-    cleaned = [";".join(filter(None, map(str.strip, group.lower().split(";")))) for group in groups]
-    if not all(cleaned):
-        raise UsageError(
-            "a field is empty.", "Write for example 'jpg;png,cls'.", option="need", value=need
-        )
-    return cleaned
