@@ -22,6 +22,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import files_of, picture, quick_and_slow
 from tests.support.os_faults import small_files
+from tests.support.readers import by_key
 from tests.support.tables import attempt, write_images, write_table
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
@@ -44,13 +45,8 @@ def packed(out: Path, numbers: Iterable[int], **options: Any) -> wt.Index:
 
 def contents(out: Path | str) -> dict[str, bytes]:
     """Return the text of each sample, read through a loader from the folder."""
-    actual: dict[str, bytes] = {}
     with wt.Loader(wt.open(out), batch_size=5, tail="keep", shuffle=False) as loader:
-        for batch in loader:
-            for key, data in zip(batch["__key__"], batch["txt"], strict=True):
-                assert key not in actual
-                actual[key] = bytes(data)
-    return actual
+        return by_key(loader, "txt")
 
 
 def expected(numbers: Iterable[int]) -> dict[str, bytes]:

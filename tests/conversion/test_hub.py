@@ -14,6 +14,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset
 from tests.support.hub import TOKEN, Hub, serving_hub
+from tests.support.readers import by_key
 from wdstrain.cli.main import main
 from wdstrain.errors import StorageError, UsageError
 
@@ -88,11 +89,7 @@ def test_the_token_is_sent_only_to_the_hub(hub: Hub, tmp_path: Path) -> None:
 )
 def test_shards_on_the_hub_are_read_in_place(hub: Hub, pattern: str, count: int) -> None:
     loader = wt.Loader(f"hf://datasets/owner/name/{pattern}", batch_size=2, tail="keep")
-    delivered = {
-        key: data
-        for batch in loader
-        for key, data in zip(batch["__key__"], batch["png"], strict=True)
-    }
+    delivered = by_key(loader, "png")
     assert len(delivered) == count
     assert all(data == picture(int(key[1:])) for key, data in delivered.items())
 

@@ -29,11 +29,8 @@ from wdstrain.native import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-FIELDS = {
-    "image": wt.image(size=(16, 20), augment="rrc+flip"),
-    "label": wt.label(),
-    "text": wt.text(),
-}
+IMAGE = wt.image(size=(16, 20), augment="rrc+flip")
+FIELDS = {"image": IMAGE, "label": wt.label(), "text": wt.text()}
 PICTURE = {"image": wt.image(size=8), "label": wt.label()}
 
 
@@ -132,37 +129,31 @@ GOOD: Sample = ("g", {"png": picture(0), "cls": b"1"})
 TEXT = {"txt": b"x"}
 REPLACE: dict[str, Any] = {"on_error": "replace", "max_errors": 1.0}
 LABEL = {"fields": {"label": wt.label()}}
+IMAGES: dict[str, Any] = {"fields": PICTURE}
+RAGGED: dict[str, Any] = {"transform": ragged}
+DOUBLE: dict[str, Any] = {"transform": double}
+KNOWN: Sample = ("k0", {**TEXT, "cls": b"1"})
 CANNOT_STACK = "a batch that begins with.*cannot be stacked: stack expects.*collate_fn"
 
 
 def partly_cut(count: int, every: int) -> list[Sample]:
     """Return samples of which every nth image is truncated."""
-    return [
-        (f"k{i}", {"png": picture(i)[: None if i % every else 60], "cls": b"1"})
-        for i in range(count)
-    ]
+    images = [picture(i)[: None if i % every else 60] for i in range(count)]
+    return [(f"k{i}", {"png": image, "cls": b"1"}) for i, image in enumerate(images)]
+
+
+def labelled(*classes: bytes) -> list[Sample]:
+    return [(f"k{i}", {"cls": data}) for i, data in enumerate(classes)]
 
 
 # samples, options of the loader, and the error
 BAD: list[tuple[list[Sample], dict[str, Any], str]] = [
-    (
-        partly_cut(1, 1),
-        {"fields": PICTURE},
-        r"a.tar: 'k0', field 'png' at offset 512: image file is truncated",
-    ),
-    (
-        [("k0", {**TEXT, "cls": b"1"}), ("k1", TEXT)],
-        LABEL,
-        "'k1', the sample at offset 2048: it has none of cls .but txt",
-    ),
-    (
-        [("k", {"cls": b"cat"})],
-        LABEL,
-        "'k', field 'cls' at offset 512: 'cat' is not a whole number",
-    ),
+    (partly_cut(1, 1), IMAGES, r"a.tar: 'k0', field 'png' at offset 512: image file is truncated"),
+    ([KNOWN, ("k1", TEXT)], LABEL, "'k1', the sample at offset 2048: it has none of cls .but txt"),
+    (labelled(b"cat"), LABEL, "'k0', field 'cls' at offset 512: 'cat' is not a whole number"),
     (
         partly_cut(40, 4),
-        {"fields": PICTURE, "batch_size": 8, **REPLACE, "max_errors": 0.1},
+        {**IMAGES, "batch_size": 8, **REPLACE, "max_errors": 0.1},
         r"[5-9] of the 40 samples of epoch 0 are bad, more than max_errors=0.1.*[5-9] x png",
     ),
     (
@@ -172,31 +163,11 @@ BAD: list[tuple[list[Sample], dict[str, Any], str]] = [
     ),
     ([GOOD], {"transform": failing}, "transform raised KeyError: 'no such thing'"),
     ([GOOD], {"transform": a_tuple}, "transform returned tuple; an example must be.*collate_fn"),
-    (
-        [("k", {"cls": b"5"})],
-        {"transform": ragged},
-        r"returned None.*--where\)\. on_error='replace' goes on without it",
-    ),
-    (
-        [("j", {"cls": b"1"}), ("k", {"cls": b"2"})],
-        {"transform": ragged, "batch_size": 2},
-        CANNOT_STACK,
-    ),
-    (
-        [("j", {"cls": b"1"}), ("k", {"cls": b"2"})],
-        {"transform": ragged, "batch_size": 2, **REPLACE},
-        CANNOT_STACK,
-    ),
-    (
-        [GOOD],
-        {"transform": double, "collate_fn": failing},
-        "collate_fn raised KeyError: 'no such thing'",
-    ),
-    (
-        [GOOD],
-        {"transform": double, "collate_fn": a_tuple},
-        "it returned tuple; a batch must be a dict of values by name",
-    ),
+    (labelled(b"5"), RAGGED, r"returned None.*--where\)\. on_error='replace' goes on without it"),
+    (labelled(b"1", b"2"), {**RAGGED, "batch_size": 2}, CANNOT_STACK),
+    (labelled(b"1", b"2"), {**RAGGED, "batch_size": 2, **REPLACE}, CANNOT_STACK),
+    ([GOOD], {**DOUBLE, "collate_fn": failing}, "collate_fn raised KeyError: 'no such thing'"),
+    ([GOOD], {**DOUBLE, "collate_fn": a_tuple}, "it returned tuple; a batch must be a dict of val"),
 ]
 
 
@@ -335,8 +306,8 @@ def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
     ("options", "words"),
     [
         (
-            {"fields": {"image": wt.image("jpg;png", size=8)}},
-            "field 'image' looks for jpg, png; these shards hold cls, txt",
+            {"fields": {"x": wt.image("jpg;png")}},
+            "'x' looks for jpg, png; these shards hold cls, txt",
         ),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0"),
@@ -386,10 +357,8 @@ def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
 
 
 def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
-    assert (
-        "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds about 0.0 MB"
-        in repr(wt.Loader(shards, batch_size=4))
-    )
+    contents = "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds "
+    assert f"{contents}about 0.0 MB" in repr(wt.Loader(shards, batch_size=4))
 
 
 @pytest.mark.skipif(
@@ -492,29 +461,14 @@ def test_worker_processes_deliver_the_same_tensors_as_threads(tmp_path: Path) ->
 
     def transform(sample: dict[str, Any]) -> dict[str, torch.Tensor]:
         number = torch.tensor(int(sample["cls"]))
-        kinds = (
-            torch.bool,
-            torch.uint8,
-            torch.int16,
-            torch.int64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.complex64,
-        )
-        of_kinds = {str(kind): (number + torch.arange(6).view(2, 3)).to(kind) for kind in kinds}
-        return {
-            **of_kinds,
-            "scalar": number,
-            "part": torch.arange(20)[number::3][:3],
-            "large": torch.full((100_000,), int(number)),
-        }
+        kinds = ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "complex64"]
+        values = number + torch.arange(6).view(2, 3)
+        of_kinds = {kind: values.to(getattr(torch, kind)) for kind in kinds}
+        part, large = torch.arange(20)[number::3][:3], torch.full((100_000,), int(number))
+        return {**of_kinds, "scalar": number, "part": part, "large": large}
 
-    options: dict[str, Any] = {
-        "transform": transform,
-        "batch_size": 4,
-        "multiprocessing_context": "fork",
-    }
+    options: dict[str, Any] = {"multiprocessing_context": "fork", "batch_size": 4}
+    options["transform"] = transform
     in_threads, in_processes = (
         list(wt.Loader(shards, num_workers=workers, **options)) for workers in (0, 2)
     )
@@ -536,10 +490,9 @@ def test_every_start_method_delivers_the_pixels_of_threads(
 
     def epochs(**options: Any) -> list[Any]:
         loader = wt.Loader(pictures, FIELDS, batch_size=8, shuffle_buffer=11, **options)
+        batches = itertools.chain(loader, loader)
         actual = [
-            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone())
-            for _ in range(2)
-            for b in loader
+            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone()) for b in batches
         ]
         loader.close()
         return actual

@@ -27,10 +27,8 @@ def columns(n: int) -> dict[str, Any]:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 samples in eight shards. One in 24 is rare; the last shard has no even year."""
     out = tmp_path_factory.mktemp("selection") / "out"
-    samples = [
-        {"__key__": f"k{n:03d}", "bin": n.to_bytes(2, "big") * 50, "json": columns(n)}
-        for n in range(COUNT)
-    ]
+    data = [n.to_bytes(2, "big") * 50 for n in range(COUNT)]
+    samples = [{"__key__": f"k{n:03d}", "bin": data[n], "json": columns(n)} for n in range(COUNT)]
     labels = [wt.Label("kind", "class", "json", "kind", ("rare", "usual"))]
     wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=30)
     return out

@@ -133,10 +133,8 @@ def test_a_pass_of_the_parent_is_refused_in_a_child(
         return [str(refused.value), keys]
 
     error, keys = Child(take).result()
-    assert error == (
-        f"this pass over the loader began in process {os.getpid()}, which alone can go on with it. "
-        f"Begin a pass in this process: for batch in loader."
-    )
+    began = f"this pass over the loader began in process {os.getpid()}, which alone can go on with"
+    assert error == f"{began} it. Begin a pass in this process: for batch in loader."
     assert actual + [keys_of(batch) for batch in batches] == keys
     loader.close()
 
@@ -166,10 +164,8 @@ LEAVING = """
 @pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Path) -> None:
     done = ended(LEAVING, numbered)
-    assert (done.out, done.err) == (
-        f"ends 20\ndrops 20\ncloses 20\nuses 20\n{COUNT}\nrest {COUNT - 80}\n",
-        "",
-    )
+    ways = "ends 20\ndrops 20\ncloses 20\nuses 20\n"
+    assert (done.out, done.err) == (f"{ways}{COUNT}\nrest {COUNT - 80}\n", "")
 
 
 @pytest.mark.parametrize(("num_workers", "begun"), [(0, True), (2, False)])
@@ -332,9 +328,8 @@ def test_children_forked_while_a_cache_is_filled_block_no_process(tmp_path: Path
     folder = shards_of(tmp_path / "far", "s", 3000)
     children, actual = list[Child](), list[int]()
     with serving(folder) as server:
-        loader = wt.Loader(
-            server.url, batch_size=4, shuffle_buffer=20, cache_dir=tmp_path / "cache"
-        )
+        options: dict[str, Any] = {"shuffle_buffer": 20, "cache_dir": tmp_path / "cache"}
+        loader = wt.Loader(server.url, batch_size=4, **options)
 
         def take() -> None:
             actual.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))

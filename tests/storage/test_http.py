@@ -94,19 +94,14 @@ def test_every_kind_of_address_delivers_the_samples_of_the_disk(
     packed: Path, served: Served, tmp_path: Path
 ) -> None:
     expected = epoch(f"{packed}/train-*.tar")
-    for urls in (
-        f"{served.url}/{TRAIN}",
-        [f"{served.url}/{name}" for name in NAMES],
-        [f"{served.url}/{FIRST}", *(str(packed / name) for name in NAMES[1:])],
-    ):
+    remote, local = ([f"{place}/{name}" for name in NAMES] for place in (served.url, packed))
+    for urls in (f"{served.url}/{TRAIN}", remote, [*remote[:1], *local[1:]]):
         assert epoch(urls) == expected
     assert len(wt.convert_tars(f"{served.url}/index.json", tmp_path / "copy", shuffle=False)) == 400
-    for urls in (served.url, f"{served.url}/", f"{served.url}/index.json"):
-        with pytest.raises(
-            UsageError,
-            match=r"holds several splits: train, val. Name one .*http\S*/train-000000.tar, http",
-        ):
-            wt.Loader(urls)
+    words = r"holds several splits: train, val. Name one .*http\S*/train-000000.tar, http"
+    for end in ("", "/", "/index.json"):
+        with pytest.raises(UsageError, match=words):
+            wt.Loader(f"{served.url}{end}")
 
 
 def test_commands_take_addresses(served: Served, capsys: Any) -> None:
@@ -247,9 +242,7 @@ def test_shards_are_read_over_tls(
 ) -> None:
     """A server whose certificate the environment does not trust is refused."""
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
-    words += (
-        " -keyout key.pem -out cert.pem -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    )
+    words += " -keyout key.pem -out cert.pem -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
     subprocess.run(words.split(), cwd=tmp_path, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
@@ -292,9 +285,8 @@ def test_the_log_names_a_server_that_is_waited_for(
     busy = until(time.monotonic() + 1.5, status(503))
     with serving(packed, faults=[fine(), fine(), *[busy] * ALWAYS]) as server:
         assert epoch(f"{server.url}/{TRAIN}") == epoch(f"{packed}/train-*.tar")
-    assert lines_of(caplog)[0].startswith(
-        f"{server.url} does not answer (TemporaryError: status 503); retrying for up to 120 s (WDSTRAIN_NETW"
-    )
+    waits = "(TemporaryError: status 503); retrying for up to 120 s (WDSTRAIN_NETW"
+    assert lines_of(caplog)[0].startswith(f"{server.url} does not answer {waits}")
 
 
 def test_a_loader_waits_for_a_server_that_refuses_connections(
@@ -315,9 +307,8 @@ def test_a_loader_waits_for_a_server_that_refuses_connections(
         logging.getLogger("wdstrain").addHandler(handler)
         stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
         assert epoch(f"http://127.0.0.1:{port}/{FIRST}") == epoch(packed / FIRST)
-    assert lines_of(caplog)[0].startswith(
-        f"http://127.0.0.1:{port} does not answer (NewConnectionError: "
-    )
+    begins = f"http://127.0.0.1:{port} does not answer (NewConnectionError: "
+    assert lines_of(caplog)[0].startswith(begins)
 
 
 def test_a_silent_server_raises_after_the_network_timeout(
@@ -326,9 +317,7 @@ def test_a_silent_server_raises_after_the_network_timeout(
     """Several requests are in flight, and any of them may time out first."""
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
     released = threading.Event()
-    words = (
-        r"byte \d+ did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NETWORK"
-    )
+    words = r"byte \d+ did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NET"
     with serving(packed) as server:
         loader = wt.Loader(f"{server.url}/{FIRST}", batch_size=4)
         server.faults += [stall(100, released), *[stall(0, released)] * 100]
@@ -345,9 +334,8 @@ def test_a_network_timeout_must_be_a_number_of_seconds(
     served: Served, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
-    with pytest.raises(
-        UsageError, match=f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
-    ):
+    words = f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
+    with pytest.raises(UsageError, match=words):
         wt.Loader(f"{served.url}/{FIRST}", batch_size=4)
 
 
@@ -447,8 +435,8 @@ def bytes_of(spans: list[tuple[int, int]]) -> int:
 def test_a_single_epoch_requests_each_byte_once(tmp_path: Path, num_workers: int) -> None:
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
     shard = wt.pack(rows, tmp_path / "set").shards[0]
-    options: dict[str, Any] = {"batch_size": 32, "tail": "keep", "shuffle_buffer": 50}
-    options["num_workers"] = num_workers
+    options: dict[str, Any] = {"num_workers": num_workers, "shuffle_buffer": 50}
+    options |= {"batch_size": 32, "tail": "keep"}
     with (
         serving(tmp_path / "set") as server,
         wt.Loader(tmp_path / "set", **options) as local,
@@ -462,9 +450,8 @@ def test_a_single_epoch_requests_each_byte_once(tmp_path: Path, num_workers: int
         for number in (0, 0, 1, 3, 0):
             check(number, number + 1)
             requested = spans(server, shard.name)
-            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(requested)), (
-                "a byte was asked for twice"
-            )
+            pairs = itertools.pairwise(requested)
+            assert all(stop <= start for (_, stop), (start, _) in pairs), "asked for a byte twice"
             assert bytes_of(requested) <= shard.bytes
         for number in (0, 1, 2):  # consecutive epochs up to the last
             check(number, 3)
@@ -541,10 +528,9 @@ def test_secrets_are_sent_and_never_shown(
     write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
     wt.convert_folder(tmp_path / "in", tmp_path / "photos")
     with serving(packed) as server, serving(tmp_path / "photos") as photos:
-        address, pictures = (
-            f"{url.replace('://', '://me:hush-word@')}/{FIRST}?sig=hush-query"
-            for url in (server.url, photos.url)
-        )
+        secret = f"/{FIRST}?sig=hush-query"
+        urls = [url.replace("://", "://me:hush-word@") for url in (server.url, photos.url)]
+        address, pictures = (f"{url}{secret}" for url in urls)
         with wt.Loader(address, batch_size=4) as loader:
             assert len([key for batch in loader for key in batch["__key__"]]) > 50
             texts = [str(loader), str(loader.index)]
@@ -561,15 +547,10 @@ def test_secrets_are_sent_and_never_shown(
         texts += [path.read_text("latin1") for path in written if path.is_file()]
         server.faults += [end_in_headers(60), fine(), end_in_headers(100), status(403)]
         server.faults += [status(503)] * 20
-        for words in (
-            ["info", address.replace("000000", "999999")],
-            ["info", address, address],
-            ["index", address],
-            ["info", address.replace("http", "ftp")],
-            [*train, address],
-            ["verify", address],
-            ["verify", address],
-        ):
+        missing, foreign = address.replace("000000", "999999"), address.replace("http", "ftp")
+        lines = [["info", missing], ["info", address, address], ["index", address]]
+        lines += [["info", foreign], [*train, address], *[["verify", address]] * 2]
+        for words in lines:
             main(words)
         texts += [record.getMessage() for record in caplog.records]
         assert any("?..." in text or f"/{FIRST}" in text for text in texts)
@@ -631,7 +612,7 @@ def nginx(packed: Path, tmp_path: Path) -> Iterator[str]:
     program = str(own) if own.exists() else shutil.which("nginx", path="/usr/sbin:/usr/bin")
     if program is None:
         pytest.skip(
-            "nginx is not here: scripts/test.sh unpacks Debian's package where it can; else apt install nginx"
+            "nginx is not here: scripts/test.sh unpacks it where it can; else apt install it"
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

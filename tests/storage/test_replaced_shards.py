@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import wdstrain as wt
+from tests.support.readers import by_key
 from tests.support.servers import Handler, Served, serving
 from wdstrain.errors import ShardError
 
@@ -52,12 +53,8 @@ def put(
 
 
 def delivered(loader: wt.Loader) -> dict[str, bytes]:
-    with closing(loader):
-        return {
-            key: text
-            for batch in loader
-            for key, text in zip(batch["__key__"], batch["txt"], strict=True)
-        }
+    with loader:
+        return by_key(loader, "txt")
 
 
 @pytest.fixture
@@ -77,11 +74,8 @@ def test_a_cached_scan_of_a_shard_is_not_used_for_its_replacement(
     server: Served, www: Path, cached: bool
 ) -> None:
     options = {"cache_dir": www.parent / "cache"} if cached else {}
-    for at, first, sizes in (
-        (1, 0, [100, 200, 300]),
-        (2, 50, [300, 100, 200]),
-        (2, 50, [300, 100, 200]),
-    ):
+    other = (2, 50, [300, 100, 200])
+    for at, first, sizes in ((1, 0, [100, 200, 300]), other, other):
         put(www, first, sizes, at=at)
         actual = delivered(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
         assert actual == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
@@ -93,16 +87,11 @@ def test_a_shard_replaced_after_it_was_opened_raises(
     server: Served, www: Path, cached: bool, sizes: list[int]
 ) -> None:
     put(www, 0, [100, 200, 300], at=1)
-    loader = wt.Loader(
-        f"{server.url}/a.tar",
-        batch_size=3,
-        **({"cache_dir": www.parent / "cache"} if cached else {}),
-    )
+    options = {"cache_dir": www.parent / "cache"} if cached else {}
+    loader = wt.Loader(f"{server.url}/a.tar", batch_size=3, **options)
     put(www, 50, sizes, at=2)
-    with pytest.raises(
-        ShardError,
-        match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again",
-    ):
+    words = r"a.tar (changed while it was read|was replaced since it was opened).*Start again"
+    with pytest.raises(ShardError, match=words):
         delivered(loader)
 
 
@@ -198,9 +187,6 @@ def test_shards_that_differ_only_in_their_query_have_two_cache_entries(www: Path
 
     with serving(www, faults=[answer] * 100) as served:
         for name, first in (("x", 0), ("y", 50)):
-            actual = delivered(
-                wt.Loader(
-                    f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"
-                )
-            )
+            url, cache = f"{served.url}/a.tar?set={name}", www.parent / "cache"
+            actual = delivered(wt.Loader(url, batch_size=3, cache_dir=cache))
             assert actual == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}

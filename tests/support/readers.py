@@ -1,9 +1,9 @@
-"""A reader of complete samples, without a loader."""
+"""What loaders deliver, and a reader of complete samples without a loader."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from wdstrain.decode.batches import ReadBatch
@@ -11,6 +11,13 @@ from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.run import Run
 from wdstrain.shards.index import Index
+
+
+def by_key(batches: Iterable[Mapping[str, Any]], field: str) -> dict[str, Any]:
+    """Return {key: value of a field} of all delivered samples; a key comes once."""
+    pairs = [pair for b in batches for pair in zip(b["__key__"], b[field], strict=True)]
+    assert len(dict(pairs)) == len(pairs), "a key was delivered twice"
+    return dict(pairs)
 
 
 class Collected(NamedTuple):
