@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,4 +52,7 @@ def test_wandb_gets_options_and_metrics(tmp_path: Path, monkeypatch: pytest.Monk
     done = run_with(callback, tmp_path)
     assert callback.run.config["epochs"] == 2
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert all(text.encode() in log.read_bytes() for text in ("val/accuracy", done.stop_reason))
+    end, texts = time.monotonic() + 60, (b"val/accuracy", done.stop_reason.encode())
+    while not all(text in log.read_bytes() for text in texts):  # W&B's process writes it later
+        assert time.monotonic() < end, log.read_bytes()
+        time.sleep(0.05)
