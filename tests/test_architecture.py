@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3107,
     "training": 2936,
-    "inspection": 1429,
+    "inspection": 1426,
     "loader": 1268,
     "shards": 2087,
     "decode": 1303,

@@ -122,7 +122,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     if not len(index):
         raise UsageError("these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
-    amount, notes, total = f"of {counted(len(index), 'sample')}", list[str](), len(index)
+    notes, total = list[str](), len(index)
     if by_class:
         labels = [label for label in labels if label.kind not in ("number", "mask")]
         index = with_values(index, labels[:1], _MAX_LABELS)
@@ -130,13 +130,14 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
         if len(index) < total:
             notes.append(f"labels were read of {len(index)} of {total} samples")
     elif options.order == "random":
-        mixed = np.argsort(_draws(np.arange(len(index)), options.seed))
+        mixed = np.argsort(bits(np.arange(len(index)), "look", options.seed))
         lines, how = [np.sort(mixed[: options.n])], f"at random (seed {options.seed})"
     else:
         lines, how = [np.arange(min(options.n, len(index)))], "the first"
-    if first is not None:
-        amount = "samples of a number that is unknown without an index"
     views = [[_view(index, labels, number) for number in ids.tolist()] for ids in lines]
+    amount = "samples of a number that is unknown without an index"
+    if first is None:
+        amount = f"of {counted(total, 'sample')}"
     place = folder_of(index.shards[0].path) or "."
     return Peek(views, f"{place}: {sum(map(len, lines))} {amount}, {how}", notes)
 
@@ -206,7 +207,7 @@ def _by_class(
         if name not in known:
             problem = f"the label {labels[0].name!r} has no class {name!r}."
             raise UsageError(problem, _choices(name, known))
-    draws = _draws(ids, wanted.seed)
+    draws = bits(ids, "look", wanted.seed)
     order = np.lexsort((draws, codes))
     ids, codes, draws = ids[order], codes[order], draws[order]
     turns = np.arange(len(codes)) - np.searchsorted(codes, codes)  # of a sample in its class
@@ -236,11 +237,6 @@ def _class_codes(index: Index, label: ColumnInfo) -> tuple[Ints, Ints, list[str]
     coded = values.dictionary_encode()  # of classes, as it is
     codes = np.asarray(coded.indices.drop_null(), np.int64)
     return ids[np.asarray(coded.is_valid())], codes, list(map(str, coded.dictionary.to_pylist()))
-
-
-def _draws(ids: Ints, seed: int) -> Any:
-    """Return a random number for each sample. uint64[n]"""
-    return bits(ids, "look", seed)
 
 
 def _choices(name: str, names: Sequence[str]) -> str:

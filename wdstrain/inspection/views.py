@@ -119,9 +119,7 @@ class SampleView:
         elif not isinstance(value, str):
             text = json.dumps(value, ensure_ascii=False)
             self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
-        elif name.rpartition(".")[2] in _WORDS:
-            self.labels[name] = _shortened(value)
-        elif self.text:
+        elif name.rpartition(".")[2] in _WORDS or self.text:
             self.fields[name] = _shortened(value)
         else:
             self.text = _shortened(value)  # the caption
