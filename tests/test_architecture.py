@@ -46,7 +46,7 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3107,
-    "training": 2936,
+    "training": 2898,
     "inspection": 1426,
     "loader": 1268,
     "shards": 2087,

@@ -53,9 +53,8 @@ if TYPE_CHECKING:
     from wdstrain.shards.kinds import ColumnInfo as Label
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.remote import gopen, renew_addresses
-    from wdstrain.training.evaluate import evaluate, predict
+    from wdstrain.training.evaluate import evaluate, export, predict
     from wdstrain.training.train import Callback, train
-    from wdstrain.training.weights import export
     from wdstrain.tuning.bench import Bench, bench
     from wdstrain.webdataset.compat import WebDataset
     from wdstrain.webdataset.stream import Stream, stream, to_example
@@ -143,8 +142,7 @@ _NAMES = {
     "shards.index": "Index Shard",
     "shards.kinds": "Label",
     "storage.remote": "gopen renew_addresses",
-    "training.evaluate": "evaluate predict",
-    "training.weights": "export",
+    "training.evaluate": "evaluate export predict",
     "training.train": "Callback train",
     "tuning.bench": "Bench bench",
 }

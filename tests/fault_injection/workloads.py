@@ -20,9 +20,9 @@ from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.files import disk_errors
-from wdstrain.training.run import BEST, LAST, names, read_last, write_checkpoint
+from wdstrain.training import checkpoint
+from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
 from wdstrain.training.train import train
-from wdstrain.training.weights import FORMAT, read_checkpoint
 
 BLOCK = 16 << 10  # of a cache, so that small shards have several
 
@@ -343,7 +343,7 @@ class Saving(Work):
 
     def again(self, place: Path) -> None:
         (place / "c").mkdir(exist_ok=True)
-        state, refused = read_last(str(place / "c"))
+        state, refused = checkpoint.read_last(str(place / "c"))
         if refused:
             raise WrongOutcome(f"checkpoints are not whole: {refused}")
         with disk_errors(str(place / "c")):  # as a resumed run begins
@@ -393,7 +393,7 @@ class Saving(Work):
         folder = str(place / "c")
         kept = {
             name: read_checkpoint(f"{folder}/{name}")["position"]
-            for name in (LAST, BEST, *names(folder))
+            for name in (LAST, BEST, *checkpoint.names(folder))
         }
         expected = {
             LAST: self.steps,

@@ -15,10 +15,10 @@ from wdstrain.augment.gpu import DRAWS, IMAGENET
 from wdstrain.decode.batches import PageLock
 from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.training.distributed import EpochSums
 from wdstrain.training.heads import ClassHead
 from wdstrain.training.inputs import normalize
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import EpochSums
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),

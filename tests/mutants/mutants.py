@@ -191,14 +191,18 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/models.py": ("tests/training/test_recipes.py",),
-    "training/weights.py": ("tests/training/test_recipes.py",),
+    "training/checkpoint.py": ("tests/training/test_recipes.py",),
     "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
     "training/metrics.py": (
         "tests/training/test_recipes.py",
         "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
         "tests/training/test_scores.py",
     ),
-    "training/tasks.py": ("tests/training/test_recipes.py", "tests/training/test_objects.py"),
+    "training/tasks.py": (
+        "tests/training/test_recipes.py",
+        "tests/training/test_objects.py",
+        "tests/training/test_run_truth.py",
+    ),
     "training/train.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
@@ -206,7 +210,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
         "tests/training/test_data.py",
     ),
-    "training/run.py": ("tests/training/test_resuming.py",),
+    "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_run_truth.py"),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),
@@ -718,16 +722,12 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "waited > 0 and waited % every == 0",
             "waited > 0 and waited % every == 1",
         ),
-        (
-            "patience-ends",
-            "if not 0 < self._config.patience <= since_best:",
-            "if not 0 < self._config.patience < since_best:",
-        ),
     ],
     "training/heads.py": [
         ("variance-of-labels", "variance = square - offset**2", "variance = square - offset"),
     ],
     "training/run.py": [
+        ("patience-ends", "if 0 < patience <= waited:", "if 0 < patience < waited:"),
         (
             "raw-weights",
             'checkpoint.get("raw", checkpoint["model"])',
@@ -744,7 +744,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             'if not is_sound and (sums["overflowed"]',
         ),
     ],
-    "training/weights.py": [
+    "training/checkpoint.py": [
         ("frozen-norms", "if parameters and not any(", "if parameters or not any("),
     ],
     "training/data.py": [

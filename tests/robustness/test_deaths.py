@@ -33,8 +33,7 @@ from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
-from wdstrain.training.run import BEST, LAST, write_checkpoint
-from wdstrain.training.weights import FORMAT, read_checkpoint
+from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
 
 # --- the fault injection script ---
 
@@ -370,7 +369,7 @@ def test_a_killed_worker_is_not_reported_as_a_full_disk(
 def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
     """A power cut may leave such bytes at the end of an appended file."""
     from wdstrain.training.config import read_lines
-    from wdstrain.training.run_log import STEPS, append_line
+    from wdstrain.training.run_dir import STEPS, append_line
 
     path = str(tmp_path / STEPS)
     append_line(path, {"step": 1})
@@ -382,7 +381,7 @@ def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run_log import open_folder
+    from wdstrain.training.run_dir import open_folder
 
     with monkeypatch.context() as patch, ended_at("replace", ".*"), ExitStack() as stack:
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up

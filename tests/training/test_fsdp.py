@@ -11,7 +11,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import write_class_folder
 from tests.training.train_job import run, run_job
-from wdstrain.training.weights import read_checkpoint
+from wdstrain.training.checkpoint import read_checkpoint
 
 OPTIONS: dict[str, Any] = {
     "model": "tests.training.test_fsdp:blocks",

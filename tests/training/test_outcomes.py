@@ -24,10 +24,10 @@ from wdstrain.augment.gpu import IMAGENET
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
+from wdstrain.training.checkpoint import load_checkpoint, read_checkpoint
 from wdstrain.training.config import STAGES
-from wdstrain.training.run_log import verdict
+from wdstrain.training.run_dir import verdict
 from wdstrain.training.train import train
-from wdstrain.training.weights import LoadedCheckpoint, read_checkpoint
 
 OPTIONS: dict[str, Any] = {"epochs": 8, "batch_size": 16, "image_size": 16, "lr": 0.01}
 
@@ -137,10 +137,10 @@ def test_an_exported_onnx_program_predicts_as_the_checkpoint(
     assert [(output["label"], output["columns"]) for output in about] == columns
     pixels = np.array(Image.open(bright / "img" / "000.png"), np.float32).transpose(2, 0, 1)[None]
     mean, std = (255 * np.array(values).reshape(3, 1, 1) for values in IMAGENET)
-    loaded = LoadedCheckpoint.of(best)
+    model, setup = load_checkpoint(best)
     with torch.no_grad():
-        expected = loaded.model(torch.from_numpy((pixels - mean) / std).float())
-    expected[:, 7] = loaded.task.heads[3].decided(expected[:, 7])  # in the unit of the labels
+        expected = model(torch.from_numpy((pixels - mean) / std).float())
+    expected[:, 7] = setup.task.heads[3].decided(expected[:, 7])  # in the unit of the labels
     (outputs,) = ReferenceEvaluator(str(path)).run(None, {"image": pixels})
     np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-3, atol=1e-3)
 

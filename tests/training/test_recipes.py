@@ -26,7 +26,9 @@ from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Offsets
+from wdstrain.training.checkpoint import freeze, load, train_mode
 from wdstrain.training.config import OPTIONS, Config, read_config
+from wdstrain.training.evaluate import EvalMetrics
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.models import (
     build,
@@ -36,8 +38,6 @@ from wdstrain.training.models import (
     rate_factor,
 )
 from wdstrain.training.tasks import Monitor, Task
-from wdstrain.training.validation import EvalMetrics
-from wdstrain.training.weights import freeze, load, train_mode
 
 KIND = ColumnInfo("kind", "class", "cls", classes=("a", "b", "c"))
 TWO = ColumnInfo("two", "class", "json", "two", ("no", "yes"))

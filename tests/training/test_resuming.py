@@ -27,10 +27,9 @@ from tests.support.servers import fine, serving, small_and_quick, status
 from tests.support.small_runs import last
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.training.checkpoint import read_checkpoint, read_last
 from wdstrain.training.distributed import Stopped
-from wdstrain.training.run import read_last
 from wdstrain.training.train import train
-from wdstrain.training.weights import read_checkpoint
 
 # Every part with a state of its own: dropout, momentum, an average, mixed images, accumulated
 # gradients, batch norms.

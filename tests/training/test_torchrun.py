@@ -18,8 +18,8 @@ import torch
 from tests.conftest import ROOT, flags, write_class_folder
 from tests.support.small_runs import numbers
 from wdstrain.cli import main
+from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.train import train
-from wdstrain.training.weights import read_checkpoint
 
 # No batch norm, which would see another part of a batch in each process; rank 3 has no sample of
 # the 13 for validation.

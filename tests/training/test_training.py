@@ -12,10 +12,10 @@ from PIL import Image
 
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
+from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.evaluate import evaluate
 from wdstrain.training.models import build
 from wdstrain.training.train import train
-from wdstrain.training.weights import read_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -111,19 +111,17 @@ def _train(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
 
 def _folders(run: _Run, flags: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return the folder of each run, with its fold if there are several."""
-    count = run.folds
-    if count is None:
+    if run.folds is None:
         return {run.out: {}}
     refuse(
-        (
-            count < 2 or flags.get("fold") is not None,
-            "{folds}: must be 2 or more, without {fold}.",
-            "",
-            {"folds": count, "fold": ...},
-        )
+        run.folds < 2 or flags.get("fold") is not None,
+        "{folds}: must be 2 or more, without {fold}.",
+        folds=run.folds,
+        fold=...,
     )
     return {
-        os.path.join(run.out, f"fold-{k}"): {"fold": f"{k}/{count}"} for k in range(1, count + 1)
+        os.path.join(run.out, f"fold-{k}"): {"fold": f"{k}/{run.folds}"}
+        for k in range(1, run.folds + 1)
     }
 
 
@@ -139,22 +137,18 @@ def _options(
     more, more_data = read_config(run.config) if run.config else ({}, {})
     named, data = {**more, **flags}, {**data, **more_data}
     urls = run.urls or data.get("train")
+    for name in ("model", "optimizer"):  # a run's folder may be somebody else's
+        refuse(
+            name not in named and is_made(str(before.get(name, ""))),
+            f"{saved} names {{{name}}}, and functions that a run names are not called.",
+            f"Give it: --{name} module:function",
+            **{name: before.get(name)},
+        )
     refuse(
-        *(  # a run's folder may be somebody else's
-            (
-                name not in named and is_made(str(before.get(name, ""))),
-                f"{saved} names {{{name}}}, and functions that a run names are not called.",
-                f"Give it: --{name} module:function",
-                {name: before.get(name)},
-            )
-            for name in ("model", "optimizer")
-        ),
-        (
-            not urls,
-            f"no shards to train on, and {run.out} holds no run to continue.",
-            "Give their address first, as --val takes each word up to the next option, or a "
-            "--config file whose table [data] has train.",
-        ),
+        not urls,
+        f"no shards to train on, and {run.out} holds no run to continue.",
+        "Give their address first, as --val takes each word up to the next option, or a "
+        "--config file whose table [data] has train.",
     )
     val = run.val or (None if run.urls else data.get("val"))
     Config.of({**before, **named})  # before torch is imported, which takes seconds
@@ -176,8 +170,8 @@ def _trained(done: TrainResult) -> Shown:
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
     ]
-    report = {n: getattr(done, n) for n in ("epochs", "best", "monitor", "stop_reason")}
-    return {"out": done.folder, **report}, rows, ""
+    names = ("epochs", "best", "monitor", "stop_reason")
+    return {"out": done.folder, **{name: getattr(done, name) for name in names}}, rows, ""
 
 
 def _of_folds(folders: list[str]) -> Shown:
@@ -224,9 +218,8 @@ def _predict(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     if len(given["urls"]) == 1:
         given["urls"] = given["urls"][0]  # which may be a folder of images
     done = predict(**_selected(given))
-    report = {"rows": done.rows, "bad": done.bad, "out": given["out"]}
     rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", given["out"])]
-    result(arguments, report, rows)
+    result(arguments, {"rows": done.rows, "bad": done.bad, "out": given["out"]}, rows)
     return 1 if done.bad else 0
 
 
@@ -258,7 +251,7 @@ VERBS = {
     "export": Verb(
         ExportArguments,
         f"export {_BEST} photos.onnx",
-        calling("training.weights:export", _exported),
+        calling("training.evaluate:export", _exported),
     ),
     "demo": Verb(_DemoOptions, "demo --dir shards", calling("demo:demo", _toured)),
 }

@@ -84,52 +84,42 @@ class Config(RunOptions):
             ("mixup_off_epoch", mixes, mixing),
         )
         refuse(
-            (
-                self.warmup >= self.epochs,
-                f"{{warmup}}: must be shorter than the {counted(self.epochs, 'epoch')}.",
-                "",
-                {"warmup": self.warmup},
-            ),
-            (
-                self.warmup and self.schedule == "onecycle",
-                "{schedule} has its own warm-up.",
-                "Leave {warmup} out, or use the schedule cosine.",
-                {"schedule": "onecycle", "warmup": ...},
-            ),
-            (
-                self.min_lr > self.lr and not is_own,
-                "{min_lr}: must be at most {lr}.",
-                "",
-                {"min_lr": self.min_lr, "lr": self.lr},
-            ),
-            (
-                self.clip_norm and self.clip_value,
-                "{clip_norm} and {clip_value} exclude each other.",
-                "Give one of them.",
-                {"clip_norm": ..., "clip_value": ...},
-            ),
-            (
-                self.grad_checkpointing and self.compile,
-                "{grad_checkpointing} and {compile} exclude each other.",
-                "Give one of them.",
-                {"grad_checkpointing": ..., "compile": ...},
-            ),
-            (
-                self.optimizer not in _OPTIMIZERS and not is_own,
-                f"{{optimizer}}: must be {', '.join(_OPTIMIZERS)} or module:function.",
-                "",
-                {"optimizer": self.optimizer},
-            ),
-            *(
-                (
-                    not is_used and not self.has_default(name),
-                    f"{{{name}}} needs {' or '.join(map('{{{}}}'.format, owners))}.",
-                    "",
-                    {name: getattr(self, name), **owners},
-                )
-                for name, is_used, owners in needs
-            ),
+            self.warmup >= self.epochs,
+            f"{{warmup}}: must be shorter than the {counted(self.epochs, 'epoch')}.",
+            warmup=self.warmup,
         )
+        refuse(
+            self.warmup and self.schedule == "onecycle",
+            "{schedule} has its own warm-up.",
+            "Leave {warmup} out, or use the schedule cosine.",
+            schedule="onecycle",
+            warmup=...,
+        )
+        refuse(
+            self.min_lr > self.lr and not is_own,
+            "{min_lr}: must be at most {lr}.",
+            min_lr=self.min_lr,
+            lr=self.lr,
+        )
+        for one, other in (("clip_norm", "clip_value"), ("grad_checkpointing", "compile")):
+            refuse(
+                getattr(self, one) and getattr(self, other),
+                f"{{{one}}} and {{{other}}} exclude each other.",
+                "Give one of them.",
+                **{one: ..., other: ...},
+            )
+        refuse(
+            self.optimizer not in _OPTIMIZERS and not is_own,
+            f"{{optimizer}}: must be {', '.join(_OPTIMIZERS)} or module:function.",
+            optimizer=self.optimizer,
+        )
+        for name, is_used, owners in needs:
+            refuse(
+                not is_used and not self.has_default(name),
+                f"{{{name}}} needs {' or '.join(map('{{{}}}'.format, owners))}.",
+                **owners,
+                **{name: getattr(self, name)},
+            )
         from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
 
         Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)
@@ -197,8 +187,7 @@ def _override(name: str, *, trained: bool = False) -> Any:
     """Return an option of a run for a trained model. trained: the checkpoint has the default."""
     field = RunOptions.__dataclass_fields__[name]
     default = f"{field.metadata['help']} (default: as in training)"
-    help = default if trained else help_text(field)
-    return option(None, help, metavar=field.metadata["metavar"])
+    return option(None, default if trained else help_text(field), metavar=field.metadata["metavar"])
 
 
 # --- arguments of the public functions -------------------------------------------------------------
@@ -273,8 +262,11 @@ class TrainArguments(RunOptions):
 
     def config(self) -> Config:
         """Return the checked options of the run; functions and modules as their names."""
-        options = {name: getattr(self, name) for name in RunOptions.__dataclass_fields__}
-        return Config(**options, model=_name(self.model), optimizer=_name(self.optimizer))
+        return Config(
+            **{name: getattr(self, name) for name in RunOptions.__dataclass_fields__},
+            model=_name(self.model),
+            optimizer=_name(self.optimizer),
+        )
 
 
 @dataclass(frozen=True)
@@ -378,24 +370,23 @@ def _name(value: Any) -> str:
     return f"{module}:{name}" if is_importable else f"<{name.rpartition('.')[2].strip('<>')}>"
 
 
-def refuse(*problems: tuple[Any, ...]) -> None:
-    """Raise UsageError for the first problem that exists. (whether it exists, texts of the error)"""
-    for exists, *texts in problems:
-        if exists:
-            raise UsageError(*texts)
+def refuse(exists: object, problem: str, hint: str = "", /, **options: Any) -> None:
+    """Raise UsageError for a problem that exists. options: those that it and the hint name."""
+    if exists:
+        raise UsageError(problem, hint, options)
 
 
 @contextmanager
 def refusing(
     problem: str,
     hint: str = "",
-    options: Mapping[str, Any] | None = None,
-    *,
+    /,
     errors: tuple[type[Exception], ...] = (Exception,),
+    **options: Any,
 ) -> Iterator[None]:
     """Raise UsageError for these errors in the block, with their text after the problem.
 
-    hint, options: of the UsageError. Errors of this package stay as they are.
+    hint, options: as `refuse` takes them. Errors of this package stay as they are.
     """
     try:
         yield
@@ -420,12 +411,10 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     options = {str(name).replace("-", "_"): value for name, value in table.items()}
     lists = [urls if isinstance(urls, list) else [urls] for urls in dict(data).values()]
     refuse(
-        (
-            not set(data) <= set(_DATA)
-            or not all(isinstance(own, str) for urls in lists for own in urls),
-            f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only.",
-            "Write for example: [data] train = 'shards/train-*.tar'",
-        )
+        not set(data) <= set(_DATA)
+        or not all(isinstance(own, str) for urls in lists for own in urls),
+        f"{path}: data must have addresses of shards under {' and '.join(_DATA)} only.",
+        "Write for example: [data] train = 'shards/train-*.tar'",
     )
     return options, data
 
@@ -444,11 +433,9 @@ def _read_table(path: str) -> dict[Any, Any]:
     """Return the table of a file."""
     kind = os.path.splitext(path)[1].lower()
     refuse(
-        (
-            kind not in (".toml", ".yaml", ".yml"),
-            f"{path} is neither .toml nor .yaml.",
-            "Name a file of options such as config.toml.",
-        )
+        kind not in (".toml", ".yaml", ".yml"),
+        f"{path} is neither .toml nor .yaml.",
+        "Name a file of options such as config.toml.",
     )
     with refusing(f"{path} cannot be read", "Check the path."):
         raw = Path(path).read_bytes()
@@ -482,10 +469,11 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{error}.", option=name, value=value) from None
     choices, rule = about.get("choices", (plain,)), about.get("rule")
-    texts = f"{{{name}}}: must be {rule or ' or '.join(map(str, choices))}.", "", {name: plain}
+    low, high = LIMITS[rule] if rule else (plain, plain)
     refuse(
-        (plain not in choices, *texts),
-        (rule and not LIMITS[rule][0] <= plain <= LIMITS[rule][1], *texts),
+        plain not in choices or not low <= plain <= high,
+        f"{{{name}}}: must be {rule or ' or '.join(map(str, choices))}.",
+        **{name: plain},
     )
     return plain
 

@@ -22,13 +22,7 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.pipeline import Batch
 from wdstrain.shards.columns import Column, as_label, counted
-from wdstrain.shards.declare import (
-    complete_column,
-    even_part,
-    read_columns,
-    with_label,
-    with_mask,
-)
+from wdstrain.shards.declare import complete_column, even_part, read_columns, with_label, with_mask
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.options import read_classes
@@ -38,13 +32,7 @@ from wdstrain.storage.secrets import redacted
 from wdstrain.training.config import IMAGE_OPTIONS, Config, TrainArguments, refuse
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head
-from wdstrain.training.inputs import (
-    Fields,
-    check_same_inputs,
-    input_fields,
-    specs_of,
-    with_targets,
-)
+from wdstrain.training.inputs import Fields, check_same_inputs, input_fields, specs_of, with_targets
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
@@ -66,12 +54,10 @@ def open_data(
     labels differ.
     """
     refuse(
-        (
-            config.fold is not None and val is not None,
-            "{fold} takes the validation data from the training shards.",
-            "Give either fold or val.",
-            {"fold": config.fold},
-        )
+        config.fold is not None and val is not None,
+        "{fold} takes the validation data from the training shards.",
+        "Give either fold or val.",
+        fold=config.fold,
     )
     train, *sets = _open_sets(urls, val, is_whole=config.fold is not None)
     train, label = _with_label(train, config)
@@ -97,12 +83,10 @@ def _fold(index: Index, task: Task, config: Config) -> list[Index]:
     target = task.heads[0].target
     column = complete_column(index, target) if target.is_class else None
     refuse(
-        (
-            count > len(index),
-            f"{{fold}}: {len(index)} samples cannot be divided into {count} folds.",
-            f"Use at most {len(index)} folds.",
-            {"fold": config.fold},
-        )
+        count > len(index),
+        f"{{fold}}: {len(index)} samples cannot be divided into {count} folds.",
+        f"Use at most {len(index)} folds.",
+        fold=config.fold,
     )
     folds = index.folds(count, stratify=None if column is None else column.name, seed=config.seed)
     return list(list(folds)[part - 1])
@@ -113,8 +97,9 @@ def _open_sets(urls: Urls | Index, val: Urls | Index | None, *, is_whole: bool) 
     if val is not None or is_whole:
         return [open_shards(one) for one in (urls, val) if one is not None]
     index = open_shards(urls, unless=("train", "val"))
-    is_both = {"train", "val"} <= set(index.splits)
-    return [open_shards(index, name) for name in ("train", "val")] if is_both else [index]
+    if not {"train", "val"} <= set(index.splits):
+        return [index]
+    return [open_shards(index, name) for name in ("train", "val")]
 
 
 def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
@@ -126,13 +111,12 @@ def _with_label(index: Index, config: Config) -> tuple[Index, str | None]:
         return index, declared[0].name
     if is_image(field) and field in index.fields:
         refuse(
-            (
-                classes is None,
-                "{label}: it holds masks.",
-                "Name their classes in the order of their numbers, such as {classes}, or give their "
-                "number.",
-                {"label": label, "classes": "background,cat,dog"},
-            )
+            classes is None,
+            "{label}: it holds masks.",
+            "Name their classes in the order of their numbers, such as {classes}, or give their "
+            "number.",
+            label=label,
+            classes="background,cat,dog",
         )
         ignored = declared[0].ignored if declared else None
         index = _with_masks(index, field, classes or (), ignored)
@@ -156,8 +140,12 @@ def _with_masks(index: Index, field: str, classes: Sequence[str], ignored: int |
         if other is not None
         else ""
     )
-    hint = "Leave {classes} out, or declare them anew: wdstrain index SET --label " + field
-    refuse((reason, f"{reason}.", hint, {"classes": ...}))
+    refuse(
+        reason,
+        f"{reason}.",
+        f"Leave {{classes}} out, or declare them anew: wdstrain index SET --label {field}",
+        classes=...,
+    )
     return made
 
 
@@ -177,11 +165,9 @@ def _with_some_classes(index: Index, name: str | None, classes: Sequence[str]) -
         )
     unknown = [own for own in classes if own not in label.classes]
     refuse(
-        (
-            unknown,
-            f"classes: the label {label.name!r} has no class {unknown[:1]}.",
-            f"Use some of: {', '.join(label.classes)}.",
-        )
+        unknown,
+        f"classes: the label {label.name!r} has no class {unknown[:1]}.",
+        f"Use some of: {', '.join(label.classes)}.",
     )
     names = pa.array(classes, pa.string())
     numbers = pc.index_in(column.values.cast(pa.string()), names)
@@ -228,12 +214,10 @@ def run_loader(
     """
     rank, size = (distributed.rank, distributed.size) if distributed is not None else (0, 1)
     refuse(
-        (
-            config.batch_size % size,
-            f"{{batch_size}} cannot be shared by {size} processes.",
-            f"Use a multiple of {size}.",
-            {"batch_size": config.batch_size},
-        )
+        config.batch_size % size,
+        f"{{batch_size}} cannot be shared by {size} processes.",
+        f"Use a multiple of {size}.",
+        batch_size=config.batch_size,
     )
     shared: dict[str, Any] = {
         "batch_size": config.batch_size // size,
@@ -269,14 +253,12 @@ def run_fields(
     }
     if given is not None:
         train = input_fields(given, task, train_set)
-        shapes = [spec.shape[1:] for spec in specs_of(train).values()]
         refuse(
-            (
-                not config.has_default("image_size") and config.image_shape not in shapes,
-                "{image_size} has no effect with fields=.",
-                "Leave it out, and let your fields do it.",
-                {"image_size": config.image_size},
-            )
+            not config.has_default("image_size")
+            and config.image_shape not in [spec.shape[1:] for spec in specs_of(train).values()],
+            "{image_size} has no effect with fields=.",
+            "Leave it out, and let your fields do it.",
+            image_size=config.image_size,
         )
         few_samples(train_set, with_targets(train, task), config)
     val = {name: _without_randomness(field) for name, field in train.items()}
@@ -288,12 +270,10 @@ def run_fields(
         check_same_inputs(specs, val, "training has", sizes=False)
         random = [name for name, own in val.items() if own != _without_randomness(own)]
         refuse(
-            (
-                random,
-                f"val_fields= augments {', '.join(random)}, and validation needs the same images "
-                "every time.",
-                "Leave the augmentation out.",
-            )
+            random,
+            f"val_fields= augments {', '.join(random)}, and validation needs the same images "
+            "every time.",
+            "Leave the augmentation out.",
         )
     few_samples(val_set, with_targets(val, task), config)
     return train, val
@@ -324,15 +304,12 @@ def label_column(index: Index, label: ColumnInfo, most: int | None = None) -> Co
     most: samples that are read, an even part. A value that the label cannot have is null. Raises
     UsageError for joined sets that number its classes differently.
     """
-    found = (column for column in index.columns if column.place == label.place)
-    column = next((column for column in found if column.kind == label.kind), None)
+    wanted = (label.place, label.kind)
+    column = next((own for own in index.columns if (own.place, own.kind) == wanted), None)
     if column is not None and len(column) and (most is None or not column.values.null_count):
         return column
     if reason := index.disagreement(*label.place):  # a number means another class in each set
-        raise UsageError(
-            f"{reason}.",
-            "Pack the sets with one numbering.",
-        )
+        raise UsageError(f"{reason}.", "Pack the sets with one numbering.")
     part = index if most is None else index.take(even_part(index, most))
     return as_label(read_columns(part, [label.place]).columns[0], label)
 
@@ -349,12 +326,10 @@ def class_weights(index: Index, head: Head, option: str, device: torch.device) -
         counts = {str(value): count for value, count in counted(values).items()}
         samples = len(values)
     refuse(
-        (
-            not any(counts.values()),
-            f"{{class_weights}}: no label {head.name!r} could be read.",
-            "Leave it out.",
-            {"class_weights": option},
-        )
+        not any(counts.values()),
+        f"{{class_weights}}: no label {head.name!r} could be read.",
+        "Leave it out.",
+        class_weights=option,
     )
     return head.class_weights(counts, samples).to(device)
 
@@ -365,11 +340,9 @@ def _scaled(head: Head, index: Index) -> Head:
         return head
     numbers = label_column(index, head.label, _AVERAGED_LABELS).values.drop_null()
     refuse(
-        (
-            not len(numbers) and head.target.kind != "number",
-            f"label {head.name!r} cannot be learned as 'number': its values are names.",
-            "Use class.",
-        )
+        not len(numbers) and head.target.kind != "number",
+        f"label {head.name!r} cannot be learned as 'number': its values are names.",
+        "Use class.",
     )
     values = numbers.to_numpy(zero_copy_only=False) if len(numbers) else np.zeros(1)
     finite = values[np.isfinite(values)]
@@ -396,18 +369,16 @@ def count_pixels(index: Index, head: Head, *, is_strict: bool = False) -> dict[s
             try:
                 check_mask((name, fields[name]), photo)
             except SampleError as error:
-                place = f"{index.shard_with(number).shown}, key {index.key(number)!r}"
                 raise UsageError(
-                    f"{place}: {error}.", "Mend the masks and pack them again."
+                    f"{index.shard_with(number).shown}, key {index.key(number)!r}: {error}.",
+                    "Mend the masks and pack them again.",
                 ) from error
     others = [n for n in np.flatnonzero(counts[learned:]) + learned if n != IGNORED]
     refuse(
-        (
-            is_strict and others,
-            f"masks in {name} have the class number {min(others, default=0)}, and {learned} classes "
-            f"are learned, 0 to {learned - 1}.",
-            f"Name all of them with {{classes}}, or store {IGNORED} where a pixel has no class.",
-            {"classes": ...},
-        )
+        is_strict and others,
+        f"masks in {name} have the class number {min(others, default=0)}, and {learned} classes "
+        f"are learned, 0 to {learned - 1}.",
+        f"Name all of them with {{classes}}, or store {IGNORED} where a pixel has no class.",
+        classes=...,
     )
     return dict(zip(head.classes, counts[:learned].tolist(), strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import FrameType
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wdstrain.errors import WdstrainError
 from wdstrain.runtime.launch import Launch
 from wdstrain.training.config import refusing
+from wdstrain.training.tasks import Task
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 
@@ -171,13 +172,65 @@ def device_of(name: str, world: DistributedContext) -> torch.device:
     with refusing(
         f"{{device}} cannot be used by local rank {world.local}",
         "Use cpu, cuda or auto, and start one process per GPU.",
-        {"device": name},
+        device=name,
     ):
         device = torch.device("cuda", world.local) if name == "cuda" else torch.device(name)
         torch.zeros(1, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
     return device
+
+
+# --- sums of an epoch -----------------------------------------------------------------------------
+
+
+class EpochSums:
+    """Sums of the epoch so far on this process. values: of `names`, in float64.
+
+    They stay on the device, so that a step does not wait for it. Names: loss (of finite losses),
+    samples, overflowed (losses that are not finite), "head NAME", skipped (steps whose gradient 16
+    bits could not hold), bad (samples that cannot be read).
+    """
+
+    def __init__(self, task: Task, device: torch.device, *, has_outputs: bool = True) -> None:
+        """has_outputs: `add` gets outputs, so there are sums of heads."""
+        self._task = task
+        heads = [
+            f"head {head.name}"
+            for head in task.heads
+            if has_outputs and head.main_metric == "accuracy"
+        ]
+        self.names = ["loss", "samples", "overflowed", *heads, "skipped", "bad"]
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, outputs: Tensor | None, targets: Sequence[Tensor], losses: Tensor) -> None:
+        """Add a batch."""
+        is_finite = losses.isfinite()
+        # len(losses) would be copied from the host, which waits for the device
+        parts = [losses.masked_fill(~is_finite, 0.0), torch.ones_like(losses), ~is_finite]
+        if outputs is not None:
+            heads = zip(self._task.heads, self._task.split(outputs.detach()), targets, strict=True)
+            parts += [
+                head.right(own, true) for head, own, true in heads if head.main_metric == "accuracy"
+            ]
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        self.values[: len(sums)] += sums
+
+    def count(self, name: str, number: int | Tensor) -> None:
+        """Add to "bad" or "skipped". number: on the device, or 0 as a rule."""
+        if isinstance(number, Tensor) or number:
+            self.values[self.names.index(name)] += number
+
+    def read(self, distributed: DistributedContext | None = None) -> dict[str, float]:
+        """Return the sums by name, of this process or of all. Waits for the device."""
+        values = self.values if distributed is None else distributed.reduce(self.values)
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+    def load(self, sums: Mapping[str, float]) -> None:
+        """Set the sums, of all processes together, on one of them."""
+        values = [sums.get(name, 0.0) for name in self.names]
+        self.values.copy_(torch.tensor(values, dtype=torch.float64))
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------

@@ -1,74 +1,184 @@
-"""Use of a checkpoint: metrics on shards, and predictions as a table with a row per image.
+"""One pass over samples without learning: metrics of a model, and some of its predictions.
 
-Rows come in the order of the shards, or of the sorted paths. An image that cannot be read has its
-row too, with the error. Targets are there to compare with: one that cannot be read is reported in
-the error column, and the image beside it is predicted all the same.
+`evaluate`, `predict` and `export` use a checkpoint; a run validates with `evaluate_pass`.
 """
 
 from __future__ import annotations
 
-import codecs
-import csv
+import importlib.util
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import count, islice, repeat
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain, compress, islice
+from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from wdstrain.conversion.listing import Sample
-from wdstrain.conversion.sources.folder import list_folder
-from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import UsageError
-from wdstrain.report.terminal import Reporter, reporting
+from wdstrain.loader.batch_assembly import TakenBatch
+from wdstrain.loader.device import to_device
+from wdstrain.loader.loader import Loader
+from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
-from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.offsets import Offsets
+from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.resolve import open_shards
-from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import check_file_output, put_whole
+from wdstrain.storage.files import check_file_output, put_whole, write_whole
+from wdstrain.training.checkpoint import Setup, load_checkpoint
 from wdstrain.training.config import (
     EvaluateArguments,
+    ExportArguments,
     PredictArguments,
     TrainedArguments,
     refuse,
+    refusing,
 )
-from wdstrain.training.data import (
-    count_pixels,
-    label_column,
-    run_loader,
-    with_task_labels,
-)
-from wdstrain.training.distributed import DistributedContext, device_of
-from wdstrain.training.heads import Head, MaskHead
-from wdstrain.training.inputs import Fields, with_targets
-from wdstrain.training.metrics import classes_of
-from wdstrain.training.models import last_layer
+from wdstrain.training.data import count_pixels, run_loader, with_task_labels
+from wdstrain.training.distributed import DistributedContext, is_sharded
+from wdstrain.training.heads import MaskHead
+from wdstrain.training.inputs import call_model, constants_of, scaled, with_targets
+from wdstrain.training.metrics import Metrics, classes_of
 from wdstrain.training.options import RunOptions
+from wdstrain.training.predict import (
+    PredictionTable,
+    Preview,
+    Scored,
+    check_table,
+    image_paths,
+    index_of_files,
+    largest,
+    sized,
+    with_worst,
+)
 from wdstrain.training.report import write_evaluation
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import (
-    MaskFolder,
-    PictureSize,
-    Scored,
-    Setup,
-    drain,
-    evaluate_pass,
-    run_model,
-)
-from wdstrain.training.weights import LoadedCheckpoint
 
-_TABLES = (".csv", ".parquet")
-_GROUP_ROWS = 4096  # rows of a row group of Parquet
-_NOT_FINITE = "the output of the model is not finite"
-_SIZE = "true size"  # entry of batches: height and width of the picture
+drain = partial(deque[Any], maxlen=0)  # exhausts an iterator
+
+
+def run_model(
+    model: nn.Module, loader: Loader, setup: Setup, title: str, limit: int | None = None
+) -> Iterator[Scored]:
+    """Yield each batch of a pass over a loader, with the outputs [b, ...] of the model, float32.
+
+    Call it without gradients. limit: most batches. FSDP needs all processes for a call, so a
+    process whose last batch holds no sample calls the model with a blank one.
+    """
+    model.eval()
+    total, batches = len(loader), loader.epoch(0, until=1)
+    steps = min(limit or total, total)
+    # a pass that is not cut short goes on to its end, where planned and delivered are compared
+    some = islice(to_device(batches, setup.device), steps if steps < total else None)
+    for step, batch in enumerate(some, 1):
+        rows = len(batch["__key__"])
+        outputs = setup.call(model, batch if rows else setup.inputs.blank(1, setup.device))
+        yield batch, outputs.float()[:rows], batches.delivered
+        setup.reporter.step(title, step, steps)
+
+
+def evaluate_pass(
+    model: nn.Module,
+    loader: Loader,
+    setup: Setup,
+    title: str,
+    *,
+    limit: int | None = None,
+    consume: Callable[[Iterator[Scored]], object] = drain,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return (metrics, details) of one pass over a loader, of all processes together.
+
+    Each sample counts once. A sample that cannot be read counts as bad, and its substitute not at
+    all. details: "heads" with confusion matrices and the like, "worst" with predictions. limit:
+    most batches. consume: takes all batches, as they are.
+    """
+    task, distributed = setup.task, setup.distributed
+    setup.criterion_modules.eval()
+    metrics = EvalMetrics(task, setup.device, setup.metrics)
+    worst: list[Preview] = []
+
+    def measured() -> Iterator[Scored]:
+        for scored in run_model(model, loader, setup, title, limit):
+            own = _select_rows(*scored)
+            if len(own["__key__"]):
+                outputs, targets = own["__outputs__"], task.targets(own)
+                losses = task.losses(outputs, targets, criterion=setup.criterion)
+                metrics.update(outputs, targets, losses)
+                worst[:] = with_worst(worst, setup, own, outputs, losses)
+            yield scored
+
+    # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
+    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        consume(measured())
+    values, details = metrics.compute(distributed.reduce)
+    values["bad"] = sum(distributed.gather(loader.report()["bad"]))
+    return values, {"heads": details, "worst": largest(chain(*distributed.gather(worst)))}
+
+
+class EvalMetrics:
+    """Metrics of one pass over samples.
+
+    user_metrics: torchmetrics by name, updated with (predictions, target): probabilities of classes
+    or numbers. With several heads, by HEAD/NAME.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, user_metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        self._task = task
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self._loss = zeros(2)  # sum of losses, samples
+        self._sums = [{name: zeros(s) for name, s in head.sums().items()} for head in task.heads]
+        self._user = {name: metric.to(device) for name, metric in (user_metrics or {}).items()}
+        for metric in self._user.values():
+            metric.reset()
+
+    @torch.no_grad()
+    def update(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
+        """Add a batch of one sample or more. losses: [b]."""
+        self._loss += torch.stack([losses.double().sum(), torch.ones_like(losses).sum()])
+        heads, scores = self._task.heads, self._task.split(outputs)
+        for head, sums, own, target in zip(heads, self._sums, scores, targets, strict=True):
+            head.add(sums, own.double(), target)
+        for name, metric in self._user.items():
+            n = self._task.head_of(name)
+            metric.update(*heads[n].for_metric(scores[n], targets[n]))
+
+    def compute(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Metrics, dict[str, Any]]:
+        """Return (metrics, details of each head). Undefined metrics are left out.
+
+        reduce: returns the sum of a tensor over all processes.
+        """
+        loss, samples = reduce(self._loss).tolist()
+        metrics: Metrics = {"samples": int(samples), "loss": loss / max(1.0, samples)}
+        details: dict[str, Any] = {}
+        for head, sums in zip(self._task.heads, self._sums, strict=True):
+            total = {name: reduce(value) for name, value in sums.items()}
+            values, details[head.name] = head.results(total, max(1, int(samples)))
+            for name, value in values.items():
+                if not (head.classes and value.isnan()):
+                    metrics[self._task.metric_name(head, name)] = value.item()
+        metrics |= {name: float(metric.compute()) for name, metric in self._user.items()}
+        return metrics, details
+
+
+def _select_rows(batch: dict[str, Any], outputs: Tensor, delivered: TakenBatch) -> dict[str, Any]:
+    """Return a batch with its outputs, without substitutes of bad samples."""
+    batch, own = batch | {"__outputs__": outputs}, delivered.own
+    if own.all():
+        return batch
+    rows, keys = torch.from_numpy(own), compress(batch["__key__"], own)
+    return {"__key__": list(keys)} | {
+        name: value[rows.to(value.device)]
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+
+
+# --- with a checkpoint ----------------------------------------------------------------------------
 
 
 @takes(EvaluateArguments)
@@ -82,81 +192,55 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, Any]]:
 
     Under torchrun all processes share the samples.
     """
-    distributed = DistributedContext()
+    distributed, predictions = DistributedContext(), arguments.predictions
     if arguments.report is not None:
         check_file_output(os.fspath(arguments.report))
-    if arguments.predictions is not None:
-        _check_table(os.fspath(arguments.predictions), distributed)
-    loaded = _loaded(arguments)
-    config, task = loaded.config, loaded.task
-    index = with_task_labels(open_shards(arguments.urls), task, config)
-    task.check(index)
-    if isinstance(task.heads[0], MaskHead) and config.on_error == "raise":
-        count_pixels(index, task.heads[0], is_strict=True)
-    fields = with_targets(loaded.fields(arguments.fields, index), task)
-    loader = run_loader(index, _sized(fields, loaded), config, distributed)
+    if predictions is not None:
+        check_table(os.fspath(predictions), distributed)
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
-        stack.callback(loader.close)
-        stack.enter_context(distributed.joined(device_of(config.device, distributed)))
-        setup = _setup(
-            loaded,
-            distributed,
-            reporter,
+        model, setup = _loaded(
+            arguments,
+            distributed=distributed,
+            reporter=reporter,
             criterion=arguments.criterion,
             metrics=arguments.metrics or {},
         )
+        config, task = setup.config, setup.task
+        index = with_task_labels(open_shards(arguments.urls), task, config)
+        task.check(index)
+        if isinstance(task.heads[0], MaskHead) and config.on_error == "raise":
+            count_pixels(index, task.heads[0], is_strict=True)
+        fields = with_targets(setup.fields(arguments.fields, index), task)
+        loader = run_loader(index, sized(fields, setup), config, distributed)
+        stack.callback(loader.close)
+        stack.enter_context(distributed.joined(setup.device))
         consume: Callable[[Iterator[Scored]], object] = drain
-        if arguments.predictions is not None:
-            consume = _Table(
-                index, loaded, setup, os.fspath(arguments.predictions), arguments
-            ).write
+        if predictions is not None:
+            consume = PredictionTable(index, model, setup, os.fspath(predictions), arguments).write
         metrics, details = evaluate_pass(
-            loaded.model.to(setup.device), loader, setup, "evaluating", consume=consume
+            model.to(setup.device), loader, setup, "evaluating", consume=consume
         )
     if arguments.report is not None and distributed.leads:
-        write_evaluation(os.fspath(arguments.report), loaded, metrics, details)
+        write_evaluation(os.fspath(arguments.report), setup, metrics, details)
     return task, metrics | classes_of(details)
 
 
-def _loaded(arguments: TrainedArguments) -> LoadedCheckpoint:
+def _loaded(arguments: TrainedArguments, **own: Any) -> tuple[nn.Module, Setup]:
     """Return the model that the arguments name. Raises UsageError for columns that masks lack."""
-    options = {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__}
-    loaded = LoadedCheckpoint.of(arguments.checkpoint, model=arguments.model, options=options)
-    refuse(
-        *(
-            (
-                getattr(arguments, option) and loaded.task.is_dense,
-                f"{option}: not available for masks.",
-                "Leave it out.",
-            )
-            for option in ("probabilities", "embeddings")
-        )
-    )
-    return loaded
-
-
-def _setup(
-    loaded: LoadedCheckpoint, distributed: DistributedContext, reporter: Reporter, **own: Any
-) -> Setup:
-    """Return how a loaded model is called. own: objects of the user's."""
-    return Setup(
-        task=loaded.task,
-        config=loaded.config,
-        inputs=loaded.inputs,
-        device=device_of(loaded.config.device, distributed),
-        distributed=distributed,
-        reporter=reporter,
+    model, setup = load_checkpoint(
+        arguments.checkpoint,
+        arguments.model,
+        {name: getattr(arguments, name, None) for name in RunOptions.__dataclass_fields__},
         **own,
     )
-
-
-def _sized(fields: Fields, loaded: LoadedCheckpoint) -> Fields:
-    """Return the fields, for masks with one of the sizes of the pictures."""
-    image = loaded.inputs.image
-    if not loaded.task.is_dense or image is None:
-        return fields
-    return {**fields, _SIZE: PictureSize(image.names)}
+    for option in ("probabilities", "embeddings"):
+        refuse(
+            getattr(arguments, option) and setup.task.is_dense,
+            f"{option}: not available for masks.",
+            "Leave it out.",
+        )
+    return model, setup
 
 
 @dataclass(frozen=True)
@@ -178,236 +262,145 @@ def predict(arguments: PredictArguments) -> PredictResult:
     folder named like `out` without its ending; a column has their paths in it.
     """
     path, distributed = os.fspath(arguments.out), DistributedContext()
-    _check_table(path, distributed)
-    loaded = _loaded(arguments)
-    with reporting(arguments.progress, True) as reporter, torch.inference_mode():
-        images = _image_paths(arguments.urls, reporter)
+    check_table(path, distributed)
+    with reporting(arguments.progress, True) as reporter:
+        model, setup = _loaded(arguments, distributed=distributed, reporter=reporter)
+        images = image_paths(arguments.urls, reporter)
         index = None if images else open_shards(arguments.urls)
-        fields = loaded.fields(arguments.fields, index)
-        setup = _setup(loaded, distributed, reporter)
+        fields = setup.fields(arguments.fields, index)
         if index is None:
-            index = _index_of_files(images, fields)
-        table = _Table(index, loaded, setup, path, arguments)
-        config = replace(loaded.config, on_error="replace", max_errors=1.0)
-        loader = run_loader(index, _sized(fields, loaded), config, on_error="mark")
-        with closing(loader):
-            table.write(run_model(loaded.model.to(setup.device), loader, setup, "predicting"))
+            index = index_of_files(images, fields)
+        table = PredictionTable(index, model, setup, path, arguments)
+        config = replace(setup.config, on_error="replace", max_errors=1.0)
+        loader = run_loader(index, sized(fields, setup), config, on_error="mark")
+        with closing(loader), torch.inference_mode():
+            table.write(run_model(model.to(setup.device), loader, setup, "predicting"))
     return PredictResult(table.count, table.bad)
 
 
-def _check_table(path: str, distributed: DistributedContext) -> None:
-    """Raise UsageError for a table that cannot be written."""
-    refuse(
-        (
-            os.path.splitext(path)[1].lower() not in _TABLES,
-            f"{{out}}: must end in {' or '.join(_TABLES)}.",
-            "",
-            {"out": path},
-        ),
-        (
-            distributed.size > 1,
-            f"predict writes its table in one process, and this job has {distributed.size}.",
-            "Start it without torchrun or srun.",
-        ),
-    )
-    check_file_output(path)
+# --- export ---------------------------------------------------------------------------------------
+# Exported programs take images as they are, [b, 3, h, w] in 0 to 255, and normalize them themselves.
+# A JSON file beside them describes inputs and outputs.
 
 
-def _true_columns(
-    index: Index, loaded: LoadedCheckpoint, reporter: Reporter
-) -> dict[str, pa.Array]:
-    """Return the values of the labels by name; of shards without or with other labels none."""
-    heads = loaded.task.heads
-    if loaded.task.is_dense or not any(head.target.field in index.fields for head in heads):
-        return {}
-    try:
-        labeled = with_task_labels(index, loaded.task, loaded.config)
-        loaded.task.check(labeled)
-        refuse((len(labeled) < len(index), "some samples have classes that are not learned."))
-        return {head.name: label_column(labeled, head.label).values for head in heads}
-    except UsageError as difference:
-        reporter.line(f"The targets are left out: {difference}")
-        return {}
+class Normalizing(nn.Module):
+    """A model that normalizes its images, and returns numbers on the scale of the labels.
 
-
-class _Sample(NamedTuple):
-    """A sample to predict. error: why it has no prediction. size: of its picture, if known."""
-
-    key: str
-    error: str = ""
-    size: tuple[int, int] | None = None
-
-
-Column = tuple[str, pa.DataType, list[Any]]  # name, type, cells
-
-# --- the table ------------------------------------------------------------------------------------
-
-
-class _Table:
-    """A table of predictions. count, bad: rows so far, and those with an error."""
-
-    def __init__(
-        self,
-        index: Index,
-        loaded: LoadedCheckpoint,
-        setup: Setup,
-        path: str,
-        options: TrainedArguments,
-    ) -> None:
-        """index: the samples that `write` gets."""
-        self._task, self._options, self._path, self._index = setup.task, options, path, index
-        self._true = _true_columns(index, loaded, setup.reporter)
-        self._masks = MaskFolder(setup.inputs, path) if setup.task.is_dense else None
-        self.count = self.bad = 0
-        self._embedding = torch.zeros(0, 0)
-        if options.embeddings:
-            last_layer(loaded.model)[1].register_forward_pre_hook(self._keep_input)
-
-    def _keep_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._embedding = inputs[0].detach().flatten(1).float().cpu()
-
-    def write(self, scored: Iterable[Scored]) -> None:
-        """Write the predictions of all samples. The file appears when it is complete."""
-        schema, rows = self._schema(), self._rows(scored)
-        with put_whole(self._path) as file:
-            if self._path.lower().endswith(".csv"):
-                text = codecs.getwriter("utf-8")(file, "surrogateescape")
-                writer = csv.writer(text, lineterminator="\n")
-                writer.writerow(schema.names)
-                writer.writerows(map(_csv_cell, row) for row in rows)
-                return
-            with pq.ParquetWriter(file, schema) as parquet:
-                while group := list(islice(rows, _GROUP_ROWS)):
-                    cells = [list(map(_parquet_cell, cells)) for cells in zip(*group, strict=True)]
-                    parquet.write_table(pa.table(cells, schema))
-
-    def _schema(self) -> pa.Schema:
-        """Return names that SQL and data frames take without quotes, each once, and types."""
-        plain: dict[str, pa.DataType] = {}
-        nothing = torch.zeros(0, *self._task.output_shape((0, 1, 1)))
-        for column, kind, _ in self._columns(nothing, []):
-            name = re.sub(r"^(?=\d)|\W", "_", column)
-            while name in plain:
-                name += "_"
-            plain[name] = kind
-        return pa.schema(plain)
-
-    def _rows(self, scored: Iterable[Scored]) -> Iterator[tuple[Any, ...]]:
-        """Yield the cells of each row."""
-        keys = map(self._index.key, count())
-        for batch, outputs, delivered in scored:
-            bad = iter(delivered.bad)
-            sizes = map(tuple, batch[_SIZE].tolist()) if _SIZE in batch else repeat(None)
-            samples = [
-                _Sample(next(keys), "" if is_own else next(bad).reason, size)
-                for is_own, size in zip(delivered.own.tolist(), sizes, strict=False)
-            ]
-            columns = [cells for *_, cells in self._columns(outputs.cpu(), samples)]
-            yield from zip(*columns, strict=True)
-            self.count += len(samples)
-            self.bad += sum(error is not None for error in columns[-1])
-
-    def _columns(self, outputs: Tensor, samples: list[_Sample]) -> Iterator[Column]:
-        """Yield the columns of some samples. The last holds their errors."""
-        is_finite = outputs.flatten(1).isfinite().all(1).tolist()
-        samples = [
-            own if own.error or is_good else own._replace(error=_NOT_FINITE)
-            for own, is_good in zip(samples, is_finite, strict=True)
-        ]
-        yield "key", pa.string(), [sample.key for sample in samples]
-        for head, scores in zip(self._task.heads, self._task.split(outputs), strict=True):
-            for name, kind, values in self._predictions(head, scores, samples):
-                yield name, kind, _without_bad(values, samples)
-            if head.name in self._true:
-                true = self._true[head.name].slice(self.count, len(samples)).to_pylist()
-                is_number = head.kind == "number"
-                cells = [x if is_number or x is None else head.text(x) for x in true]
-                yield f"{head.name}_true", pa.float64() if is_number else pa.string(), cells
-        if self._options.embeddings:
-            yield (
-                "embedding",
-                pa.list_(pa.float32()),
-                _without_bad(self._embedding.tolist(), samples),
-            )
-        yield "error", pa.string(), [sample.error or None for sample in samples]
-
-    def _predictions(self, head: Head, scores: Tensor, samples: list[_Sample]) -> Iterator[Column]:
-        """Yield the columns of a prediction."""
-        values = head.predicted(scores)
-        if head.kind == "number":
-            yield head.name, pa.float64(), values
-            return
-        if self._masks is not None:
-            write, rows = self._masks.write, zip(values, samples, strict=True)
-            paths = [own.error or write(mask, own.key, own.size) for mask, own in rows]
-            yield head.name, pa.string(), paths
-            return
-        yield head.name, pa.string(), [head.text(value) for value in values]
-        shares = head.probabilities(scores.double())
-        columns = [("probability", shares.amax(1))] if head.main_metric == "accuracy" else []
-        if self._options.probabilities:
-            columns += zip(head.classes, shares.T, strict=True)
-        for name, column in columns:
-            digits = [float(f"{share:.9g}") for share in column.tolist()]
-            yield f"{head.name}_{name}", pa.float64(), digits
-
-
-def _without_bad(values: list[Any], samples: list[_Sample]) -> list[Any]:
-    """Return the values, with None for samples that have an error."""
-    return [None if sample.error else value for value, sample in zip(values, samples, strict=True)]
-
-
-def _csv_cell(cell: Any) -> str:
-    if isinstance(cell, float):
-        return repr(cell).removesuffix(".0")
-    is_list = isinstance(cell, list)
-    return f"[{', '.join(f'{value:.9g}' for value in cell)}]" if is_list else cell or ""
-
-
-def _parquet_cell(cell: Any) -> Any:
-    return cell.encode("utf-8", "replace").decode() if isinstance(cell, str) else cell
-
-
-# --- image files ----------------------------------------------------------------------------------
-
-
-def _index_of_files(images: Sequence[tuple[str, str]], fields: Fields) -> Index:
-    """Return an index of image files: each is a shard of one sample. images: (key, path)."""
-    refuse(
-        (
-            len(fields) > 1,
-            f"image files give one input, and the model has {len(fields)}: {', '.join(fields)}.",
-            "Convert the files to shards.",
-        )
-    )
-    ((_, field),) = fields.items()
-    rows, shards = [], []
-    for key, path in images:
-        size = os.path.getsize(path) if os.path.isfile(path) else 1  # of others a read tells why
-        extension = os.path.splitext(path)[1][1:].lower()
-        name = extension if extension in field.names else field.names[0]
-        rows.append((key, 0, size, [(name, 0, size, 0)]))
-        shards.append(Shard(path, 1, size))
-    return Index(tuple(shards), Offsets.of_samples(rows))
-
-
-def _image_paths(urls: Urls | Index, reporter: Reporter) -> list[tuple[str, str]]:
-    """Return (key, path) of each image of a folder or of one image file; empty for shards.
-
-    Reports how many files of a folder are no images.
+    Inputs in the order of the checkpoint, such as images [b, 3, h, w]; output as that of the model.
+    Arrays of uint8 that are no RGB images are divided by 255, other values are taken as they are.
     """
-    path = os.fspath(urls) if isinstance(urls, (str, os.PathLike)) else ""
-    if os.path.splitext(path)[1][1:].lower() in EXTENSIONS and os.path.exists(path):
-        return [(os.path.basename(path), path)]
-    names = os.listdir(path) if os.path.isdir(path) else [INDEX_NAME]
-    if any(name.endswith(".tar") or name == INDEX_NAME for name in names):
-        return []
-    listing = list_folder(path, flat=True)
-    if ignored := listing.ignored:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(ignored.items()))
-        reporter.line(
-            f"files passed over: {sum(ignored.values())} ({kinds}). "
-            f"Images end in {', '.join(EXTENSIONS)}."
+
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        super().__init__()
+        self.model, self.inputs = model, setup.inputs
+        heads = [head for head in setup.task.heads for _ in range(head.outputs)]
+        self.is_scaled = any(head.kind == "number" for head in heads)
+        # float32 is too coarse for times and coordinates
+        scales = torch.tensor([(head.mean, head.deviation) for head in heads], dtype=torch.float64)
+        self.shift, self.scale = (nn.Buffer(values.clone()) for values in scales.T)
+        constants = constants_of(setup.inputs.normalization, torch.device("cpu"))
+        self.mean, self.std = (nn.Buffer(value.clone()) for value in constants)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        specs = zip(self.inputs.specs.items(), inputs, strict=True)
+        values = {
+            name: scaled(value, self.mean, self.std, is_byte=spec.dtype == "uint8")
+            for (name, spec), value in specs
+        }
+        outputs = call_model(self.model, values)
+        return outputs.double() * self.scale + self.shift if self.is_scaled else outputs
+
+
+@takes(ExportArguments)
+def export(arguments: ExportArguments) -> list[str]:
+    """Write the model of a checkpoint to `out`, and return the paths of the written files.
+
+    The ending of `out` chooses the format: .pt is the state dict, .pt2 a program of torch.export,
+    .onnx needs onnx and onnxscript.
+    """
+    path = os.fspath(arguments.out)
+    kind = os.path.splitext(path)[1].lower()
+    refuse(kind not in _KINDS, f"{{out}}: must end in {', '.join(_KINDS)}.", out=path)
+    check_file_output(path)
+    model, setup = load_checkpoint(arguments.checkpoint, arguments.model)
+    # exporters raise errors of many types
+    with (
+        refusing(f"the model {setup.config.model} cannot be exported as {kind}"),
+        put_whole(path) as file,
+    ):
+        _KINDS[kind](model, setup, file)
+    write_whole(f"{path}.json", json_bytes(_description(setup, kind == ".pt"), indent=1))
+    return [path, f"{path}.json"]
+
+
+def _description(setup: Setup, is_bare: bool) -> dict[str, object]:
+    """Return what the JSON file beside an exported model says. is_bare: it has no `Normalizing`."""
+    return {
+        "model": setup.config.model,
+        "normalizes": not is_bare,  # uint8 by 255, RGB images by mean and std
+        "mean": setup.inputs.normalization[0],
+        "std": setup.inputs.normalization[1],
+        "inputs": [
+            {"name": name, "shape": [None, *spec.shape], "dtype": spec.dtype}
+            for name, spec in setup.inputs.specs.items()
+        ],
+        "outputs": [
+            {
+                "label": head.name,
+                "kind": head.kind,
+                "columns": head.outputs,
+                "classes": list(head.classes),
+                **({"mean": head.mean, "deviation": head.deviation} if is_bare else {}),
+            }
+            for head in setup.task.heads
+        ],
+    }
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _exported(model: nn.Module, setup: Setup) -> dict[str, Any]:
+    """Return the arguments of exporters: a program for batches of any size."""
+    blank = setup.inputs.blank(2, torch.device("cpu")).values()
+    # as `scaled` takes them: only class numbers and tokens keep their type
+    examples = tuple(
+        value if value.dtype == torch.int64 and value.ndim <= 2 else value.float()
+        for value in blank
+    )
+    batch = torch.export.Dim("batch", min=1)
+    return {
+        "mod": Normalizing(model, setup).eval(),
+        "args": examples,
+        "dynamic_shapes": (({0: batch},) * len(examples),),
+    }
+
+
+def _state(model: nn.Module, setup: Setup, file: IO[bytes]) -> None:
+    torch.save(model.state_dict(), file)
+
+
+def _program(model: nn.Module, setup: Setup, file: IO[bytes]) -> None:
+    torch.export.save(torch.export.export(**_exported(model, setup)), file)
+
+
+def _onnx(model: nn.Module, setup: Setup, file: IO[bytes]) -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    refuse(missing, f"ONNX needs {' and '.join(missing)}.", "Run: pip install onnx onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program: Any = torch.onnx.export(
+            torch.export.export(**_exported(model, setup)),
+            input_names=list(setup.inputs.specs),
+            output_names=["outputs"],
+            dynamo=True,
+            verbose=False,
         )
-    samples = (entry for entry in listing.samples() if isinstance(entry, Sample))
-    return [(os.path.relpath(p, path), p) for p in sorted(str(s.parts[0][1]) for s in samples)]
+    file.write(program.model_proto.SerializeToString())
+
+
+_KINDS: dict[str, Callable[[nn.Module, Setup, IO[bytes]], None]] = {
+    ".pt": _state,
+    ".pt2": _program,
+    ".onnx": _onnx,
+}

@@ -23,7 +23,6 @@ from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.training import metrics
-from wdstrain.training.metrics import Results
 
 _MOST_CURVES = 100  # classes with AUROC and average precision of each
 _MOST_MATRIX = 2000  # classes with a confusion matrix
@@ -156,7 +155,7 @@ class Head(ABC):
         """Add a batch to the sums. scores: float64."""
 
     @abstractmethod
-    def results(self, sums: Sums, samples: int) -> Results:
+    def results(self, sums: Sums, samples: int) -> metrics.Results:
         """Return (metrics by name, details for the report). Undefined metrics are NaN."""
 
 
@@ -216,7 +215,7 @@ class ClassHead(Head):
             present = functional.one_hot(target, count)
             metrics.add_ranks(sums["ranks"], metrics.log_odds(scores), present)
 
-    def results(self, sums: Sums, samples: int) -> Results:
+    def results(self, sums: Sums, samples: int) -> metrics.Results:
         _, confidence, hits = sums["calibration"]
         values = {
             "accuracy": hits.sum() / samples,
@@ -225,10 +224,11 @@ class ClassHead(Head):
         }
         if len(self.classes) > 5:
             values["top5"] = sums["top5"].sum() / samples
-        more: Results = {}, {}
-        if len(sums["confusion"]):
-            more = metrics.matrix_metrics(self.classes, "samples", sums["confusion"])
-        return values | more[0], {"calibration": sums["calibration"].tolist()} | more[1]
+        details = {"calibration": sums["calibration"].tolist()}
+        if not len(sums["confusion"]):
+            return values, details
+        more, rows = metrics.matrix_metrics(self.classes, "samples", sums["confusion"])
+        return values | more, details | rows
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class MaskHead(ClassHead):
         cells = torch.where(target == IGNORED, count * count, cells)
         metrics.add_counts(sums["pixels"], cells)
 
-    def results(self, sums: Sums, samples: int) -> Results:
+    def results(self, sums: Sums, samples: int) -> metrics.Results:
         matrix = sums["pixels"][:-1].view(len(self.classes), -1)
         right = matrix.diagonal()
         shares = right / (matrix.sum(0) + matrix.sum(1) - right)
@@ -357,7 +357,7 @@ class MultiLabelHead(Head):
         sums["counts"] += torch.stack([predicted & true, predicted, true]).sum(1)
         metrics.add_ranks(sums["ranks"], scores, true)
 
-    def results(self, sums: Sums, samples: int) -> Results:
+    def results(self, sums: Sums, samples: int) -> metrics.Results:
         hits, predicted, true = sums["counts"]
         precision = metrics.average_precision(sums["ranks"])
         values = {
@@ -368,8 +368,10 @@ class MultiLabelHead(Head):
             "f1": (2 * hits / (predicted + true))[true > 0].mean(),
             "classes_without_positives": (true == 0).sum(),
         }
-        counts, more = (hits, predicted, true), {"average precision": precision}
-        return values, {"classes": metrics.class_rows(self.classes, "positives", *counts, **more)}
+        rows = metrics.class_rows(
+            self.classes, "positives", hits, predicted, true, **{"average precision": precision}
+        )
+        return values, {"classes": rows}
 
 
 @dataclass(frozen=True)
@@ -430,7 +432,7 @@ class NumberHead(Head):
         error, offset = self.decided(scores) - target, target.double() - self.mean
         sums["totals"] += torch.stack([error**2, error.abs(), offset, offset**2]).sum(1)
 
-    def results(self, sums: Sums, samples: int) -> Results:
+    def results(self, sums: Sums, samples: int) -> metrics.Results:
         mse, mae, offset, square = sums["totals"] / samples
         values = {"mse": mse, "mae": mae, "mse_of_mean": square}  # of the mean in training
         variance = square - offset**2

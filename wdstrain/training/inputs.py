@@ -5,9 +5,8 @@ A checkpoint keeps them, so that a model is evaluated on the inputs that it was 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -45,7 +44,7 @@ class InputSpec:
     dtype: str
     source: str
     names: tuple[str, ...] = ()
-    augment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    augment: Mapping[str, Any] = field(default_factory=dict)
     column: str | None = None
     classes: tuple[str, ...] = ()
 
@@ -56,11 +55,9 @@ class InputSpec:
         if example is None:
             raise UsageError(f"{field} is an input without a fixed size.", "Give it a size.")
         refuse(
-            (  # as floats they would lose their imaginary part
-                example.dtype.startswith("complex"),
-                f"{example.dtype}{list(example.shape)}: must be real numbers.",
-                "Give two channels for complex numbers.",
-            )
+            example.dtype.startswith("complex"),  # floats would lose their imaginary part
+            f"{example.dtype}{list(example.shape)}: must be real numbers.",
+            "Give two channels for complex numbers.",
         )
         shape = example.shape
         shape = (shape[-1], *shape[:-1]) if example.channels_last else shape
@@ -68,9 +65,15 @@ class InputSpec:
         source = {Image: "image", NumpyArray: "array", LabelField: kind}.get(type(field))
         if source is None:
             return cls(shape, example.dtype, type(field).__qualname__)
-        augment = vars(field.augment) if isinstance(field, Image) else {}
-        column, classes = getattr(field, "entry", None), getattr(field, "classes", ())
-        return cls(shape, example.dtype, source, tuple(field.names), augment, column, classes)
+        return cls(
+            shape,
+            example.dtype,
+            source,
+            tuple(field.names),
+            vars(field.augment) if isinstance(field, Image) else {},
+            getattr(field, "entry", None),
+            getattr(field, "classes", ()),
+        )
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> InputSpec:
@@ -92,11 +95,9 @@ class InputSpec:
             return NumpyArray(self.names, Example(self.shape, self.dtype))
         kinds = [kind for kind, source in _SOURCES.items() if source == self.source]
         refuse(
-            (
-                not kinds,
-                f"the checkpoint was trained on a field of your own, {self.source}(...).",
-                "Give it again: fields=.",
-            )
+            not kinds,
+            f"the checkpoint was trained on a field of your own, {self.source}(...).",
+            "Give it again: fields=.",
         )
         return LabelField(self.names, kinds[0], self.column, self.classes, is_bound=True)
 
@@ -189,8 +190,9 @@ def call_model(model: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
 
 def normalize(values: Tensor, normalization: Normalization) -> Tensor:
     """Return what a model gets for values [b, ...] in the type of the samples."""
-    constants = constants_of(normalization, values.device)
-    return scaled(values, *constants, is_byte=values.dtype == torch.uint8)
+    return scaled(
+        values, *constants_of(normalization, values.device), is_byte=values.dtype == torch.uint8
+    )
 
 
 def scaled(values: Tensor, mean: Tensor, std: Tensor, *, is_byte: bool) -> Tensor:
@@ -226,18 +228,16 @@ def batch_augmentation(
     if not (mixes or any(config.color_jitter) or config.random_erasing):
         return None
     refuse(
-        (
-            len(inputs.specs) > 1 or inputs.picture is None,
-            f"fields= gives {listed(inputs.specs)}: mixup, cutmix, color_jitter and random_erasing "
-            "need a single input uint8[3, height, width].",
-            "Leave them out.",
-        ),
-        (
-            mixes and (task.has_several or head.kind not in ("class", "binary")),
-            f"{{mixup}}, {{cutmix}}: they mix the classes of one label, and the task is {task}.",
-            "",
-            {"mixup": config.mixup, "cutmix": config.cutmix},
-        ),
+        len(inputs.specs) > 1 or inputs.picture is None,
+        f"fields= gives {listed(inputs.specs)}: mixup, cutmix, color_jitter and random_erasing "
+        "need a single input uint8[3, height, width].",
+        "Leave them out.",
+    )
+    refuse(
+        mixes and (task.has_several or head.kind not in ("class", "binary")),
+        f"{{mixup}}, {{cutmix}}: they mix the classes of one label, and the task is {task}.",
+        mixup=config.mixup,
+        cutmix=config.cutmix,
     )
     mixes = mixes and (config.mixup_off_epoch is None or epoch < config.mixup_off_epoch)
     jitter = config.color_jitter * 3 if len(config.color_jitter) == 1 else config.color_jitter
@@ -289,40 +289,33 @@ def input_fields(
     else those of the index. Raises UsageError for fields that cannot be inputs, and for labels that
     read another value than the one that is learned.
     """
-    is_dict = isinstance(fields, Mapping) and all(isinstance(f, Field) for f in fields.values())
     refuse(
-        (
-            not is_dict,
-            f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.',
-        )
+        not isinstance(fields, Mapping) or not all(isinstance(f, Field) for f in fields.values()),
+        f'{title}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.',
     )
     heads, known = task.label_names, known or {}
     inputs = {n: _numbered(f, index, known.get(n)) for n, f in fields.items() if n not in heads}
     wrong = [n for n in inputs if not isinstance(n, str) or n.startswith("__")]  # "__key__"
     wrong += [n for n in inputs if len(inputs) > 1 and not str(n).isidentifier()]
     refuse(
-        (
-            not inputs,
-            f"{title}= gives no input of the model.",
-            f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
-        ),
-        (
-            wrong,
-            f"{title}= names an input {', '.join(map(repr, wrong))}: several inputs are keyword "
-            "arguments of the model, so each needs a name such as image, and names with __ are those "
-            "of a batch.",
-        ),
+        not inputs,
+        f"{title}= gives no input of the model.",
+        f'Add one, such as "image". Labels are named {" or ".join(heads)}.',
+    )
+    refuse(
+        wrong,
+        f"{title}= names an input {', '.join(map(repr, wrong))}: several inputs are keyword "
+        "arguments of the model, so each needs a name such as image, and names with __ are those "
+        "of a batch.",
     )
     targets = with_targets(inputs, task)
     for name in heads.keys() & fields.keys():
         given = fields[name] if index is None else with_classes(fields[name], index)
         learned = targets[f"target {heads[name].name}"]
         refuse(
-            (
-                _reads(given, learned) != _reads(learned, learned),
-                f"{title}[{name!r}] reads another value than the label that is learned: {learned}.",
-                "Leave the entry out: the label is read as the shards declare it.",
-            )
+            _reads(given, learned) != _reads(learned, learned),
+            f"{title}[{name!r}] reads another value than the label that is learned: {learned}.",
+            "Leave the entry out: the label is read as the shards declare it.",
         )
     return inputs
 
@@ -341,9 +334,12 @@ def _numbered(own: Field, index: Index | None, known: InputSpec | None) -> Field
 
 def _reads(field: Field, learned: Field) -> list[Any]:
     """Return what a field of a label reads; classes that it does not name are the learned ones."""
-    names = ("names", "entry", "kind", "size", "augment")
     classes = getattr(field, "classes", None) or getattr(learned, "classes", None)
-    return [type(field), classes, *(getattr(field, name, None) for name in names)]
+    return [
+        type(field),
+        classes,
+        *(getattr(field, name, None) for name in ("names", "entry", "kind", "size", "augment")),
+    ]
 
 
 def check_same_inputs(
@@ -352,18 +348,18 @@ def check_same_inputs(
     """Raise UsageError for fields that read other inputs. sizes: heights and widths count too."""
     given = specs_of(fields)
     refuse(
-        (
-            _compared(wanted, sizes) != _compared(given, sizes),
-            f"the fields give {listed(given)}, and {owner} {listed(wanted)}.",
-            "Give the same inputs.",
-        )
+        _compared(wanted, sizes) != _compared(given, sizes),
+        f"the fields give {listed(given)}, and {owner} {listed(wanted)}.",
+        "Give the same inputs.",
     )
 
 
 def _compared(specs: Mapping[str, InputSpec], sizes: bool) -> dict[str, Any]:
     """Return what must be equal of inputs. sizes: heights and widths, too."""
-    shapes = {n: s.shape if sizes else (len(s.shape), s.shape[:1]) for n, s in specs.items()}
-    return {n: (spec.dtype, shapes[n], spec.classes) for n, spec in specs.items()}
+    return {
+        name: (spec.dtype, spec.shape if sizes else (len(spec.shape), spec.shape[:1]), spec.classes)
+        for name, spec in specs.items()
+    }
 
 
 def listed(specs: Mapping[str, InputSpec]) -> str:

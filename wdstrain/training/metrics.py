@@ -94,8 +94,10 @@ def matrix_metrics(names: Sequence[str], counted: str, matrix: Tensor, **more: T
     if len(matrix) == 2 and counted == "samples":
         metrics["precision"] = right[1] / predicted[1].clamp(min=1)
         metrics |= {"recall": right[1] / true[1].clamp(min=1), "f1": f1[1]}
-    rows = class_rows(names, counted, right, predicted, true, **more)
-    return metrics, {"confusion": matrix.tolist(), "classes": rows}
+    return metrics, {
+        "confusion": matrix.tolist(),
+        "classes": class_rows(names, counted, right, predicted, true, **more),
+    }
 
 
 def class_rows(

@@ -85,12 +85,10 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
     known = models.list_models(module=models.segmentation if is_dense else models)
     near = ", ".join(get_close_matches(name, known, 8, 0.4) or known[:8])
     refuse(
-        (
-            name not in known,
-            f"{{model}}: no model{' for masks' if is_dense else ''} has this name.",
-            f"Use small, a model of torchvision such as {near}, timm:NAME, or module:function.",
-            {"model": name},
-        )
+        name not in known,
+        f"{{model}}: no model{' for masks' if is_dense else ''} has this name.",
+        f"Use small, a model of torchvision such as {near}, timm:NAME, or module:function.",
+        model=name,
     )
     options: dict[str, Any] = {"weights": None, "num_classes": outputs}
     own = {"googlenet": {"aux_logits": False}, "inception_v3": {"aux_logits": False}}
@@ -99,7 +97,8 @@ def _torchvision_model(name: str, outputs: int, image_size: int, is_dense: bool)
     with refusing(
         f"{{model}} cannot be built for images of {image_size} pixels",
         "Use {image_size}.",
-        {"model": name, "image_size": 224},
+        model=name,
+        image_size=224,
     ):
         return cast(nn.Module, models.get_model(name, **options))
 
@@ -108,15 +107,17 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
     with refusing(
         "{model} needs timm",
         "Install it: pip install 'wdstrain[timm]'",
-        {"model": f"{TIMM}{name}"},
         errors=(ImportError,),
+        model=f"{TIMM}{name}",
     ):
         import timm
     create = partial(timm.create_model, name, pretrained=pretrained, num_classes=outputs)
-    with refusing(  # timm and its hub client raise errors of many types
+    with refusing(
         "{model} cannot be created",
         "Name one of timm.list_models(), or try another {image_size}, or without a network {weights}.",
-        {"model": f"{TIMM}{name}", "image_size": ..., "weights": "FILE"},
+        model=f"{TIMM}{name}",
+        image_size=...,
+        weights="FILE",
     ):
         with suppress(TypeError):  # of models that take images of any size
             return cast(nn.Module, create(img_size=image_size))
@@ -129,18 +130,14 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
         return deepcopy(factory)
     with refusing(
         "{model} is called with the number of outputs, and that failed",
-        "",
-        {"model": name},
         errors=(TypeError,),
+        model=name,
     ):
         model = factory(outputs)
     refuse(
-        (
-            not isinstance(model, nn.Module),
-            f"{{model}} returned {type(model).__name__}: must be a torch.nn.Module.",
-            "",
-            {"model": name},
-        )
+        not isinstance(model, nn.Module),
+        f"{{model}} returned {type(model).__name__}: must be a torch.nn.Module.",
+        model=name,
     )
     return model
 
@@ -155,27 +152,31 @@ def check_shapes(
     """
     kinds = [f"a batch of {spec.kind}" for spec in inputs.specs.values()]
     given = kinds[0] if len(kinds) == 1 else f"the keyword arguments {', '.join(inputs.specs)}"
-    problem = f"the model {name} does not take {given} or returns no tensor"
-    hint = "Use images of another size, such as {image_size}, or a model for these inputs."
     # a model may raise anything for images that are too small
-    with torch.no_grad(), refusing(problem, hint, {"image_size": 224}):
+    with (
+        torch.no_grad(),
+        refusing(
+            f"the model {name} does not take {given} or returns no tensor",
+            "Use images of another size, such as {image_size}, or a model for these inputs.",
+            image_size=224,
+        ),
+    ):
         blank = inputs.blank(2, torch.device("cpu"))
         shape = tuple(inputs.call(model.eval(), blank, channels_last=False).shape)
     refuse(
-        (
-            shape != (2, *outputs),
-            f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}.",
-            "Use a model for this kind of label that takes the number of outputs.",
-        )
+        shape != (2, *outputs),
+        f"the model {name} returns {list(shape)} for two samples: must be {[2, *outputs]}.",
+        "Use a model for this kind of label that takes the number of outputs.",
     )
     return model.train()
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
     """Return (name, module) of the last linear or convolution layer."""
-    kinds = nn.Linear, nn.Conv2d
-    layers = [(name, own) for name, own in model.named_modules() if isinstance(own, kinds)]
-    refuse((not layers, "the model has neither a linear layer nor a convolution: no last layer."))
+    layers = [
+        (name, own) for name, own in model.named_modules() if isinstance(own, nn.Linear | nn.Conv2d)
+    ]
+    refuse(not layers, "the model has neither a linear layer nor a convolution: no last layer.")
     return layers[-1]
 
 
@@ -195,27 +196,30 @@ def import_function(name: str) -> Callable[..., Any]:
     if here not in sys.path:
         # as `python -m` does, and for good: a model may import its neighbors when it runs
         sys.path.insert(0, here)
-    hint = f"Use module:function, for example models:make_net, in {here} or on Python's path."
     try:
         value = pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's
-        raise UsageError(f"{name}: {type(error).__name__}: {error}.", hint) from error
-    refuse((not callable(value), f"{name}: must be a function, not {type(value).__name__}."))
+        raise UsageError(
+            f"{name}: {type(error).__name__}: {error}.",
+            f"Use module:function, for example models:make_net, in {here} or on Python's path.",
+        ) from error
+    refuse(not callable(value), f"{name}: must be a function, not {type(value).__name__}.")
     return cast(Callable[..., Any], value)
 
 
 def make_small(outputs: int, image_size: int) -> nn.Module:
     """Return a small residual network. Input [b, 3, image_size, image_size], output [b, outputs]."""
     first = 2 if image_size >= 48 else 1  # large pictures are halved at once
-    stem = nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
-    parts = {
-        "stem": nn.Sequential(*stem),
-        "stages": nn.Sequential(_Block(32, 32, 1), _Block(32, 64, 2), _Block(64, 128, 2)),
-        "pool": nn.AdaptiveAvgPool2d(1),
-        "flat": nn.Flatten(),
-        "head": nn.Linear(128, outputs),
-    }
-    return nn.Sequential(OrderedDict(parts))
+    parts: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=nn.Sequential(
+            nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+        ),
+        stages=nn.Sequential(_Block(32, 32, 1), _Block(32, 64, 2), _Block(64, 128, 2)),
+        pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(),
+        head=nn.Linear(128, outputs),
+    )
+    return nn.Sequential(parts)
 
 
 class SmallSegmentation(nn.Module):
@@ -263,23 +267,6 @@ class _Block(nn.Module):
         return nn.functional.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-def enable_checkpointing(model: nn.Module) -> None:
-    """Let a model compute its blocks again for the gradient, as its own library does it.
-
-    Raises UsageError for a model without such a method.
-    """
-    refuse(
-        (
-            not callable(getattr(model, "set_grad_checkpointing", None)),
-            "{grad_checkpointing} needs a model that has it, and this one has no method "
-            "set_grad_checkpointing().",
-            f"Use a model of timm ({TIMM}NAME), or checkpoint in the model's own forward.",
-            {"grad_checkpointing": ...},
-        )
-    )
-    cast(Any, model).set_grad_checkpointing()
-
-
 # --- optimizers -----------------------------------------------------------------------------------
 # Weight decay is for matrices only: norms and biases are not drawn to zero (He et al., "Bag of
 # tricks", 2018), and neither are class tokens and position embeddings of transformers: these are
@@ -310,10 +297,8 @@ def make_optimizer(
     if callable(given):
         optimizer = given(groups)
         refuse(
-            (
-                not isinstance(optimizer, torch.optim.Optimizer),
-                f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer.",
-            )
+            not isinstance(optimizer, torch.optim.Optimizer),
+            f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer.",
         )
         for group in optimizer.param_groups:  # of a factory that made groups of its own
             group.setdefault("lr_scale", 1.0)
@@ -323,11 +308,7 @@ def make_optimizer(
     fused = all(p.is_cuda for group in groups for p in group["params"]) or None
     if config.optimizer == "sgd":
         return torch.optim.SGD(
-            groups,
-            **values,
-            momentum=config.momentum,
-            nesterov=config.momentum > 0,
-            fused=fused,
+            groups, **values, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused
         )
     return torch.optim.AdamW(groups, **values, fused=fused)
 
@@ -377,12 +358,11 @@ def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
     if config.layer_decay == 1.0:
         return scales
     refuse(
-        (
-            not hasattr(model, "group_matcher"),
-            "{layer_decay} needs a model of timm, which says the order of its layers.",
-            f"Use a model such as {TIMM}vit_small_patch16_224, or {{backbone_lr}}.",
-            {"layer_decay": config.layer_decay, "backbone_lr": ...},
-        )
+        not hasattr(model, "group_matcher"),
+        "{layer_decay} needs a model of timm, which says the order of its layers.",
+        f"Use a model such as {TIMM}vit_small_patch16_224, or {{backbone_lr}}.",
+        layer_decay=config.layer_decay,
+        backbone_lr=...,
     )
     from timm.models import group_parameters
 

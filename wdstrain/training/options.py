@@ -197,10 +197,7 @@ class RunOptions:
         0.5, "probability of CutMix where both are on", metavar="P", rule="in 0 to 1"
     )
     mixup_off_epoch: int | None = option(
-        None,
-        "mix no images after this many epochs (default: mix in all)",
-        metavar="N",
-        rule=">= 1",
+        None, "mix no images after this many epochs (default: mix in all)", metavar="N", rule=">= 1"
     )
 
     weights: str | None = option(
@@ -220,13 +217,7 @@ class RunOptions:
         None, "train the frozen parameters too after this many epochs", metavar="N", rule=">= 0"
     )
 
-    epochs: int = option(
-        10,
-        "passes over the training data",
-        metavar="N",
-        free=True,
-        rule=">= 1",
-    )
+    epochs: int = option(10, "passes over the training data", metavar="N", free=True, rule=">= 1")
     batch_size: int = option(
         64, "images per step, of all processes together", metavar="N", rule=">= 1"
     )
@@ -415,11 +406,7 @@ class RunOptions:
         rule="a finite number >= 0",
     )
     keep: int = option(
-        2,
-        "latest checkpoints that are kept, beside the best",
-        metavar="N",
-        free=True,
-        rule=">= 1",
+        2, "latest checkpoints that are kept, beside the best", metavar="N", free=True, rule=">= 1"
     )
 
 

@@ -28,12 +28,12 @@ from wdstrain.training.config import (
 )
 
 if TYPE_CHECKING:
+    from wdstrain.training.checkpoint import Setup
     from wdstrain.training.heads import Head
     from wdstrain.training.metrics import Classes
+    from wdstrain.training.predict import Preview
     from wdstrain.training.run import Run
     from wdstrain.training.tasks import Task
-    from wdstrain.training.validation import Preview
-    from wdstrain.training.weights import LoadedCheckpoint
 
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _NAMED_COLORS = 30  # classes in a legend
@@ -117,6 +117,7 @@ def write_report(
     """
     history, config = run.state.history, run.config
     last, title = history[-1], os.path.basename(os.path.dirname(os.path.abspath(path)))
+    verdict = last["verdict"][:1].upper() + last["verdict"][1:]
     seconds = sum(line["seconds"] + line.get("val_seconds", 0.0) for line in history)
     facts = _shown_first(run.state.best or {}, run.monitor.name) | {
         "epochs": f"{len(history)} of {config.epochs}",
@@ -125,28 +126,21 @@ def write_report(
         "stall": f"{last['stall']:.1%}",
         "bad samples": str(last["bad"]),
     }
-    texts = [
-        f"{best}. The other figures are of the last epoch.",
-        f"{last['verdict'][:1].upper()}{last['verdict'][1:]}.",
-    ]
-    cards = [*_curves(run.task, run.monitor.name, history, steps)]
-    if details:
-        cards += _results(run.task, last["val"], details)
+    results = _results(run.task, last["val"], details) if details else ()
+    cards = [*_curves(run.task, run.monitor.name, history, steps), *results]
+    texts = (f"{best}. The other figures are of the last epoch.", f"{verdict}.")
     _write(path, title, config, run.task, facts, texts, cards)
 
 
 def write_evaluation(
-    path: str,
-    loaded: LoadedCheckpoint,
-    metrics: Mapping[str, Any],
-    details: Mapping[str, Any],
+    path: str, setup: Setup, metrics: Mapping[str, Any], details: Mapping[str, Any]
 ) -> None:
     """Write the page of an evaluation. metrics, details: of its pass."""
-    task, head = loaded.task, loaded.task.heads[0]
-    facts = _shown_first(metrics, task.metric_name(head, head.main_metric))
-    facts |= {name: str(int(metrics[name])) for name in ("samples", "bad")}
-    title, cards = f"Evaluation of {loaded.path}", _results(task, metrics, details)
-    _write(path, title, loaded.config, task, facts, (), cards)
+    task, head = setup.task, setup.task.heads[0]
+    counts = {name: str(int(metrics[name])) for name in ("samples", "bad")}
+    facts = _shown_first(metrics, task.metric_name(head, head.main_metric)) | counts
+    title, cards = f"Evaluation of {setup.path}", _results(task, metrics, details)
+    _write(path, title, setup.config, task, facts, (), cards)
 
 
 def _write(
@@ -186,11 +180,16 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
     def by_step(value: str, name: str = "training") -> Line:
         return Line(name, at, [line[value] for line in steps])
 
+    parts: dict[str, History] = {
+        "training": history,
+        "validation": [line.get("val", {}) for line in history],
+        "validation without averaging": [line.get("val_raw", {}) for line in history],
+    }
     main = [task.metric_name(head, head.main_metric) for head in task.heads]
     there = {name for line in history for name in (*line, *line.get("val", ()))} - {"loss"}
     for name in dict.fromkeys(name for name in (*main, monitor) if name in there):
-        yield curves(name, _by_epoch(history, name))
-    yield curves("loss", [by_step("loss"), *_by_epoch(history, "loss")[1:]])
+        yield curves(name, _by_epoch(parts, name))
+    yield curves("loss", [by_step("loss"), *_by_epoch(parts, "loss")[1:]])
     yield curves("learning_rate", [by_step("lr")])
     yield curves("samples_per_second", [by_step("samples_per_second")])
     yield curves(
@@ -198,17 +197,16 @@ def _curves(task: Task, monitor: str, history: History, steps: History) -> Itera
     )
 
 
-def _by_epoch(history: History, name: str) -> list[Line]:
-    """Return the curves of a metric: of training, and of validation with averaging and without."""
-    epochs = [line["epoch"] + 1.0 for line in history]
-    parts = {
-        "training": history,
-        "validation": [line.get("val", {}) for line in history],
-        "validation without averaging": [line.get("val_raw", {}) for line in history],
-    }
+def _by_epoch(figures: Mapping[str, History], name: str) -> list[Line]:
+    """Return a curve of a metric for each of these lists of figures, which have one for each epoch."""
     return [
-        Line(title, epochs, [line.get(name, math.nan) for line in figures], dots=True)
-        for title, figures in parts.items()
+        Line(
+            title,
+            range(1, len(epochs) + 1),
+            [epoch.get(name, math.nan) for epoch in epochs],
+            dots=True,
+        )
+        for title, epochs in figures.items()
     ]
 
 
@@ -236,8 +234,10 @@ def _calibration(head: Head, bins: Sequence[Sequence[float]]) -> tuple[str, str]
     sure, right = ([values[n] / values[0] for values in filled] for n in (1, 2))
     lines = [Line("model", sure, right, dots=True), Line("right as often as sure", (0, 1), (0, 1))]
     chart = charts.lines(lines, across="probability of the predicted class", share=True)
-    words = "Share of right predictions by the probability that they had."
-    return "calibration", f"<p class=soft>{words}</p>{chart}"
+    return (
+        "calibration",
+        f"<p class=soft>Share of right predictions by the probability that they had.</p>{chart}",
+    )
 
 
 def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]:
@@ -245,8 +245,11 @@ def _confusion(head: Head, counts: Sequence[Sequence[float]]) -> tuple[str, str]
     names = head.classes
     if len(names) <= _MATRIX_CLASSES:
         unit = "pixels" if head.kind == "mask" else "samples"
-        words = f"Percent of the {unit} of each true class (rows) by prediction (columns)."
-        return "confusion matrix", f"<p class=soft>{words}</p>{pages.matrix(names, counts)}"
+        return (
+            "confusion matrix",
+            f"<p class=soft>Percent of the {unit} of each true class (rows) by prediction (columns)."
+            f"</p>{pages.matrix(names, counts)}",
+        )
     cells = ((value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row))
     pairs = sorted(((v, i, j) for v, i, j in cells if i != j and v), reverse=True)[:_PAIRS]
     rows = [(names[i], names[j], f"{v:g} of {sum(counts[i]):g}") for v, i, j in pairs]
@@ -266,8 +269,8 @@ def _class_table(head: Head, classes: Classes) -> tuple[str, str]:
         for name, count in order.items()
     ]
     name, most = next(iter(order.items()))
-    share = most / max(1, sum(order.values()))
-    baseline = f"Predicting always {name!r} would be right for {share:.2%} of {counted}."
+    share = f"{most / max(1, sum(order.values())):.2%}"
+    baseline = f"Predicting always {name!r} would be right for {share} of {counted}."
     table = pages.table(rows[:_CLASSES], ("class", counted, *names))
     return "classes", f"<p>{escape(baseline)}</p>{table}"
 
@@ -286,8 +289,8 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
     for sample in samples:
         image, caption = "" if sample.pixels is None else pages.picture(sample.pixels), ""
         for name, (prediction, target, is_wrong) in sample.said.items():
-            prefix = f"{name}: " if task.has_several else ""
-            caption += escape(prefix + (prediction or "none"))
+            caption += escape(f"{name}: " if task.has_several else "")
+            caption += escape(prediction or "none")
             if is_wrong or target not in (prediction, prediction.rpartition(" ")[0]):
                 style = "wrong" if is_wrong else "soft"
                 caption += f" <span class={style}>({escape(target or 'none')})</span>"
@@ -296,7 +299,7 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     style, words, names = "shown", "prediction (true label if different)", ""
     if task.is_dense:
-        from wdstrain.training.validation import PALETTE
+        from wdstrain.training.predict import PALETTE
 
         style, words = "shown wide", "image, prediction, true mask"
         colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
@@ -316,8 +319,11 @@ def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, An
     """
     histories = [read_lines(os.path.join(run, METRICS)) for run in runs]
     options = [_options(run) for run in runs]
-    names = dict.fromkeys(name for own in options for name in own)
-    differing = [name for name in names if len({str(own.get(name)) for own in options}) > 1]
+    differing = [
+        name
+        for name in dict.fromkeys(name for own in options for name in own)
+        if len({str(own.get(name)) for own in options}) > 1
+    ]
     rows = [
         _row(run, lines) | {"options": {name: own.get(name) for name in differing}}
         for run, lines, own in zip(runs, histories, options, strict=True)
@@ -330,7 +336,7 @@ def compare(runs: Sequence[str], report: str | None = None) -> list[dict[str, An
 def _options(run: str) -> dict[str, Any]:
     """Return the options and the data of a run."""
     path = os.path.join(run, CONFIG)
-    refuse((not os.path.exists(path), f"{run} holds no run.", "Name folders that train wrote."))
+    refuse(not os.path.exists(path), f"{run} holds no run.", "Name folders that train wrote.")
     options, data = read_config(path)
     return options | data
 
@@ -398,13 +404,9 @@ def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _write_page(path: str, rows: Sequence[Mapping[str, Any]], histories: Sequence[History]) -> None:
     """Write a page with the table and the curves of each metric by epoch."""
     head, *body = table(rows)
-    cards = []
-    for name in _main_metrics(rows):
-        lines = []
-        for run, history in zip(_short_names(rows)[:_MOST], histories, strict=False):
-            values = [line.get("val", line).get(name, math.nan) for line in history]
-            lines.append(Line(run, range(1, len(values) + 1), values, dots=True))
-        cards.append(curves(name, lines))
+    runs = dict(zip(_short_names(rows)[:_MOST], histories, strict=False))
+    figures = {run: [line.get("val", line) for line in history] for run, history in runs.items()}
+    cards = [curves(name, _by_epoch(figures, name)) for name in _main_metrics(rows)]
     more = f"<p>Curves of the first {_MOST} runs.</p>" if len(rows) > _MOST else ""
-    parts = [pages.table(body, head), more, pages.cards(cards)]
-    write_whole(path, pages.page(f"{len(rows)} runs", parts))
+    tables = [pages.table(body, head), more, pages.cards(cards)]
+    write_whole(path, pages.page(f"{len(rows)} runs", tables))

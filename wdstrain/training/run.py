@@ -7,61 +7,50 @@ from the checkpoint if there is one.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from wdstrain.augment.gpu import IMAGENET
-from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.report.terminal import Reporter
-from wdstrain.storage.files import disk_errors, put_whole
-from wdstrain.training import weights as model_weights
+from wdstrain.training.checkpoint import (
+    CHECKPOINTS,
+    FORMAT,
+    Setup,
+    freeze,
+    load,
+    read_last,
+    write_checkpoint,
+)
 from wdstrain.training.config import STAGES, Config, TrainArguments, refuse, refusing
 from wdstrain.training.data import class_weights, open_data, run_fields, run_loader
 from wdstrain.training.distributed import (
     DistributedContext,
-    device_of,
+    EpochSums,
     load_model_state,
     load_optimizer_state,
     local,
     whole,
 )
-from wdstrain.training.inputs import (
-    ModelInputs,
-    batch_augmentation,
-    specs_of,
-    with_targets,
-)
+from wdstrain.training.inputs import ModelInputs, batch_augmentation, specs_of, with_targets
 from wdstrain.training.models import (
+    TIMM,
     ModelEMA,
     build,
     check_shapes,
-    enable_checkpointing,
     make_optimizer,
     rate_factor,
 )
 from wdstrain.training.options import is_file
 from wdstrain.training.tasks import Monitor, Task, check_objects
-from wdstrain.training.validation import EpochSums, Setup
-
-CHECKPOINTS = "checkpoints"  # in the folder of a run
-LAST, BEST = "last.pt", "best.pt"
-_INTACT = "Earlier checkpoints are intact."
-
-
-class Diverged(WdstrainError):
-    """A loss or a weight is not finite."""
 
 
 @dataclass
@@ -107,7 +96,6 @@ class Run:
         self.train_set, self.val_set, self.task = train, val, task
         self.val_fingerprint = None if val is None else val.fingerprint
         check_objects(arguments, config, task, has_val=val is not None)
-        device = device_of(config.device, distributed)
         train_fields, val_fields = run_fields(arguments, train, val, task, config)
         inputs = ModelInputs(specs_of(train_fields))
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
@@ -120,17 +108,24 @@ class Run:
             pretrained=weights is not None and not is_file(weights),
             is_dense=task.is_dense,
         )
-        shape = task.output_shape(inputs.image_shape)
-        self.model = check_shapes(net, config.model, inputs, shape)
+        self.model = check_shapes(net, config.model, inputs, task.output_shape(inputs.image_shape))
         classes = [head.classes for head in task.heads]
         self.fresh, normalization = (
-            model_weights.load(self.model, config.model, weights, classes)
-            if weights
-            else ((), None)
+            load(self.model, config.model, weights, classes) if weights else ((), None)
         )
-        self.frozen = model_weights.freeze(self.model, config.freeze) if config.freeze else []
-        # lanes of the run that is resumed, so that it may have another number of processes
-        lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
+        self.frozen = freeze(self.model, config.freeze) if config.freeze else []
+        if checkpoint is not None:
+            normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
+        self.setup = Setup(
+            task=task,
+            config=config,
+            inputs=ModelInputs(specs_of(val_fields), normalization or IMAGENET),
+            distributed=distributed,
+            reporter=reporter,
+            criterion=arguments.criterion,
+            training_step=arguments.training_step,
+            metrics=arguments.metrics or {},
+        )
         self.loader = run_loader(
             train,
             with_targets(train_fields, task),
@@ -141,31 +136,19 @@ class Run:
             seed=config.seed,
             shuffle_buffer=config.shuffle_buffer,
             balance=config.balance,
-            lanes=lanes,
+            # those of the run that is resumed, so that it may have another number of processes
+            lanes=config.lanes or (checkpoint and checkpoint["loader"]["lanes"]),
         )
         self.val_loader = (
             run_loader(val, with_targets(val_fields, task), config, distributed)
             if val is not None
             else None
         )
-        if checkpoint is not None:
-            normalization = ModelInputs.from_state(checkpoint["inputs"]).normalization
-        self.setup = Setup(
-            task=task,
-            config=config,
-            inputs=ModelInputs(specs_of(val_fields), normalization or IMAGENET),
-            device=device,
-            distributed=distributed,
-            reporter=reporter,
-            criterion=arguments.criterion,
-            training_step=arguments.training_step,
-            metrics=arguments.metrics or {},
-        )
         self.monitor = Monitor(config, task.main_metric, self.setup.metrics)
         self.steps = min(len(self.loader), config.limit_train_batches or len(self.loader))
         self.updates = math.ceil(self.steps / config.accumulate)
-        has_outputs = arguments.training_step is None
-        self.state, self.sums = TrainerState(), EpochSums(task, device, has_outputs=has_outputs)
+        self.state = TrainerState()
+        self.sums = EpochSums(task, self.setup.device, has_outputs=arguments.training_step is None)
         self.lr_scale, self.stop_reason, self.in_step = 1.0, "", False
         self.write_error: StorageError | None = None
 
@@ -175,12 +158,10 @@ class Run:
         position = checkpoint and [checkpoint["state"][name] for name in ("epoch", "step")]
         facts = (position, self.train_set.fingerprint, self.val_fingerprint, vars(self.config))
         refuse(
-            (
-                any(other != facts for other in distributed.gather(facts)),
-                f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
-                f"different checkpoints in {self.folder}, different shards or different options.",
-                "Give all of them the same, and a folder that all of them share.",
-            )
+            any(other != facts for other in distributed.gather(facts)),
+            f"rank {distributed.rank} of {distributed.size}: the processes of this job see "
+            f"different checkpoints in {self.folder}, different shards or different options.",
+            "Give all of them the same, and a folder that all of them share.",
         )
 
     def start(self) -> None:
@@ -191,25 +172,29 @@ class Run:
             model = model.to(memory_format=torch.channels_last)
         if config.sync_batchnorm and distributed.size > 1:
             refuse(
-                (
-                    device.type == "cpu",
-                    "{sync_batchnorm}: torch synchronizes batch norms on GPUs only.",
-                    "",
-                    {"sync_batchnorm": True},
-                )
+                device.type == "cpu",
+                "{sync_batchnorm}: torch synchronizes batch norms on GPUs only.",
+                sync_batchnorm=True,
             )
             model = cast(Any, nn.SyncBatchNorm).convert_sync_batchnorm(model)
         self.average = ModelEMA(model, config.ema) if config.ema else None
         if config.grad_checkpointing:
-            enable_checkpointing(model)
+            refuse(
+                not callable(getattr(model, "set_grad_checkpointing", None)),
+                "{grad_checkpointing} needs a model that has it, and this one has no method "
+                "set_grad_checkpointing().",
+                f"Use a model of timm ({TIMM}NAME), or checkpoint in the model's own forward.",
+                grad_checkpointing=...,
+            )
+            cast(Any, model).set_grad_checkpointing()  # of its own library
         self.model = distributed.place(model, device, shards=config.fsdp)
         if self.average is not None:
             self.average.model = distributed.place(self.average.model, device, shards=config.fsdp)
         self.optimizer = make_optimizer(self.model, config, self.arguments.optimizer, criterion)
         groups = self.optimizer.param_groups
-        self.peak_rates = [float(group["lr"]) * group["lr_scale"] for group in groups]
-        peak = max(float(group["lr"]) for group in groups)
-        self.schedule = partial(rate_factor, config, self.updates, peak)
+        peaks = [float(group["lr"]) for group in groups]
+        self.peak_rates = [peak * g["lr_scale"] for peak, g in zip(peaks, groups, strict=True)]
+        self.schedule = partial(rate_factor, config, self.updates, max(peaks))
         distributed.broadcast(criterion.state_dict().values())
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.class_weights = [
@@ -272,14 +257,21 @@ class Run:
 
     def is_over(self) -> bool:
         """Return whether the run ends here; `stop_reason` says why."""
-        epochs, reason = self.config.epochs, self.monitor.stop_reason(self.state.since_best)
-        if not reason and self.state.epoch >= epochs:
-            reason = "the 1 epoch is done" if epochs == 1 else f"all {epochs} epochs are done"
-        self.stop_reason = self.stop_reason or reason
+        epochs, patience, waited = self.config.epochs, self.config.patience, self.state.since_best
+        if self.stop_reason:
+            return True
+        if 0 < patience <= waited:
+            self.stop_reason = (
+                f"{self.monitor.name} did not improve for {waited} epochs (patience={patience}). "
+                "Raise patience, or set it to 0, to go on."
+            )
+        elif self.state.epoch >= epochs:
+            done = "the 1 epoch is" if epochs == 1 else f"all {epochs} epochs are"
+            self.stop_reason = f"{done} done"
         return bool(self.stop_reason)
 
     def check_finite(self, sums: Mapping[str, float]) -> None:
-        """Raise Diverged if a loss or a weight is not finite, or no scale fits into 16 bits.
+        """Raise WdstrainError if a loss or a weight is not finite, or no scale fits into 16 bits.
 
         With 16 bits losses may be so. The last loss may be finite although its step made weights
         that are not.
@@ -289,13 +281,13 @@ class Run:
         is_sound = bool(torch.stack(finite).all()) if finite else True
         if not is_sound or (sums["overflowed"] and not self.scaler.is_enabled()):
             hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
-            raise Diverged(
+            raise WdstrainError(
                 f"the loss is not finite at step {self.state.step} of {self.title}.",
                 f"{hint} {{lr}} or set {{clip_norm}}. Earlier checkpoints are intact.",
                 {"lr": self.config.lr, "clip_norm": ...},
             )
         if sums["skipped"] and self.scaler.get_scale() < 1:
-            raise Diverged(
+            raise WdstrainError(
                 f"16 bits overflow at any scale of the loss, at step {self.state.step} of "
                 f"{self.title}.",
                 "Use {amp} or none, or set {clip_norm}. Earlier checkpoints are intact.",
@@ -329,7 +321,6 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     epoch, step = (state.epoch, state.step) if state.step < run.steps else (state.epoch + 1, 0)
     own = bool(step) and run.setup.distributed.size > 1  # each rank counts its own bad samples
     bad = {} if own else {"bad": int(sums["bad"]) if step else 0}
-    raw = {"raw": whole(run.model.state_dict())} if run.average is not None else {}
     objects: dict[str, Any] = {
         "callbacks": [(type(one).__name__, one.state_dict()) for one in _stateful(run)],
         "criterion_state": run.setup.criterion_modules.state_dict(),
@@ -337,9 +328,9 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
     return {
         **{name: value for name, value in objects.items() if value},
         **run.arguments.own_losses,
-        "format": model_weights.FORMAT,
+        "format": FORMAT,
         "model": whole(run.scored_model.state_dict()),
-        **raw,
+        **({"raw": whole(run.model.state_dict())} if run.average is not None else {}),
         "optimizer": whole(run.optimizer.state_dict()),
         "scaler": run.scaler.state_dict(),
         "state": {**vars(state), "lr_scale": float(run.lr_scale)},
@@ -370,8 +361,7 @@ def resume(run: Run) -> None:
     former = Config.of(checkpoint["config"])
     _check_same(run, checkpoint, former)
     run.loader.load_state_dict(checkpoint["loader"])
-    problem = "the checkpoint is of another model"
-    with refusing(problem, "Use the same model, or another folder."):
+    with refusing("the checkpoint is of another model", "Use the same model, or another folder."):
         load_model_state(run.model, checkpoint.get("raw", checkpoint["model"]))
         if run.average is not None:
             load_model_state(run.average.model, checkpoint["model"])
@@ -404,72 +394,7 @@ def _check_same(run: Run, checkpoint: Mapping[str, Any], former: Config) -> None
     differences = former.differing(run.config)
     differences += [text.format(was, now) for text, was, now in facts if was != now]
     refuse(
-        (
-            differences,
-            f"the checkpoint is of another run: {'; '.join(differences)}.",
-            "Use the same values, or another folder.",
-        )
+        differences,
+        f"the checkpoint is of another run: {'; '.join(differences)}.",
+        "Use the same values, or another folder.",
     )
-
-
-# --- files of checkpoints -------------------------------------------------------------------------
-# A checkpoint is written under a hidden name, flushed and renamed. `last.pt` and `best.pt` are links
-# to such files, and change atomically too. So a kill at any moment leaves the former checkpoint, and
-# at most a hidden file, which the next run removes. Checkpoints hold plain values and tensors only.
-
-
-def write_checkpoint(
-    folder: str, state: Mapping[str, Any], step: int, *, keep: int, best: bool = False
-) -> str:
-    """Write a checkpoint of this step of a run, and return its path.
-
-    keep: latest checkpoints that stay, beside the best. best: it is the best.
-    """
-    name = f"step-{step:08d}.pt"
-    path = os.path.join(folder, name)
-    # best.pt first: a run resumed from this step does not write it again
-    first, *others = (BEST, name, LAST) if best else (name, LAST)
-    with put_whole(os.path.join(folder, first), _INTACT) as file:
-        try:
-            with WorkerDeathsAsErrors():
-                torch.save(dict(state), file.name)
-        except RuntimeError as error:  # of torch on a full disk
-            raise OSError(errno.EIO, str(error).splitlines()[0]) from error
-    for other in others:
-        _link(os.path.join(folder, first), os.path.join(folder, other))
-    with disk_errors(path, _INTACT):
-        for old in set(names(folder)[:-keep]) - {name}:
-            os.unlink(os.path.join(folder, old))
-    return path
-
-
-def _link(path: str, other: str) -> None:
-    """Give a file another name, which replaces an earlier file of that name."""
-    with put_whole(other, _INTACT) as file:
-        os.unlink(file.name)  # a link needs the name, not the empty file
-        try:
-            os.link(path, file.name)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, file.name)
-
-
-def names(folder: str) -> list[str]:
-    """Return the names of a folder's checkpoints by step, the oldest first."""
-    return sorted(path.name for path in Path(folder).glob("step-*.pt"))
-
-
-def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (last readable checkpoint of a folder or None, why later ones cannot be read).
-
-    Raises UsageError if there are checkpoints, and none can be read.
-    """
-    refused: list[str] = []
-    paths = [os.path.join(folder, name) for name in (LAST, *reversed(names(folder)))]
-    for path in filter(os.path.exists, paths):
-        try:
-            return model_weights.read_checkpoint(path), refused
-        except UsageError as error:
-            refused.append(str(error))
-    if refused:
-        raise UsageError(f"no checkpoint in {folder} can be read: {refused[0]}")
-    return None, refused

@@ -38,44 +38,35 @@ class Task:
         """
         known = {label.name: label for label in index.labels}
         differing = {own.name: why for own, why in index.differing.items() if own.name not in known}
-        asked = (labels or "").strip()
-        if not known and labels is None:
-            asked = next(iter(differing), "")
+        default = "" if known else next(iter(differing), "")
+        asked = default if labels is None else labels.strip()
         refuse(
-            (
-                asked in differing,
-                f"{differing.get(asked)}.",
-                "Pack them together, or leave some out.",
-            ),
-            (
-                not known,
-                "the index declares no labels.",
-                "Name the field or the JSON entry that holds them, such as {label} or json.kind, or "
-                "declare it once: wdstrain index URL --label cls",
-                {"label": "cls"},
-            ),
-            (
-                labels is None and len(known) > 1,
-                f"the index has several labels: {', '.join(known)}.",
-                "Name those to learn, such as {label}.",
-                {"label": ",".join(known)},
-            ),
+            asked in differing, f"{differing.get(asked)}.", "Pack them together, or leave some out."
+        )
+        refuse(
+            not known,
+            "the index declares no labels.",
+            "Name the field or the JSON entry that holds them, such as {label} or json.kind, or "
+            "declare it once: wdstrain index URL --label cls",
+            label="cls",
+        )
+        refuse(
+            labels is None and len(known) > 1,
+            f"the index has several labels: {', '.join(known)}.",
+            "Name those to learn, such as {label}.",
+            label=",".join(known),
         )
         words = (labels or next(iter(known))).split(",")
         heads = tuple(_make_head(known, word.strip()) for word in words)
         refuse(
-            (
-                len({head.name for head in heads}) < len(heads),
-                "{label} names a label twice.",
-                "",
-                {"label": labels},
-            ),
-            (
-                len(heads) > 1 and any(head.kind == "mask" for head in heads),
-                "{label}: masks must be the only label that is learned.",
-                "",
-                {"label": labels},
-            ),
+            len({head.name for head in heads}) < len(heads),
+            "{label} names a label twice.",
+            label=labels,
+        )
+        refuse(
+            len(heads) > 1 and any(head.kind == "mask" for head in heads),
+            "{label}: masks must be the only label that is learned.",
+            label=labels,
         )
         return cls(heads)
 
@@ -163,8 +154,7 @@ class Task:
             other, learned = given.get(head.name), head.target.numbering
             if other is None and (reason := index.disagreement(*head.target.place)):
                 raise UsageError(
-                    f"{reason}. The model learns: {learned}.",
-                    "Pack the sets with one numbering.",
+                    f"{reason}. The model learns: {learned}.", "Pack the sets with one numbering."
                 )
             if other is None:
                 raise UsageError(
@@ -172,12 +162,12 @@ class Task:
                     f"{', '.join(given) or 'none'}. The model learns: {learned}.",
                     "Convert them with this label.",
                 )
-            if other.task != head.target.task or not set(other.classes) <= set(head.classes):
-                raise UsageError(
-                    f"the classes of these shards are {other.numbering}, the model learns "
-                    f"{learned}: every class must be learned.",
-                    "Convert the shards with the same class names.",
-                )
+            refuse(
+                other.task != head.target.task or not set(other.classes) <= set(head.classes),
+                f"the classes of these shards are {other.numbering}, the model learns {learned}: "
+                "every class must be learned.",
+                "Convert the shards with the same class names.",
+            )
 
     def equals(self, other: Task) -> bool:
         """Return whether the same is learned; the scale of numbers may differ."""
@@ -200,11 +190,12 @@ class Task:
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Task:
         """Return the task that `state` describes."""
-        heads = (
-            HEADS[row["kind"]](ColumnInfo.of_row(row["target"]), row["mean"], row["deviation"])
-            for row in state
+        return cls(
+            tuple(
+                HEADS[row["kind"]](ColumnInfo.of_row(row["target"]), row["mean"], row["deviation"])
+                for row in state
+            )
         )
-        return cls(tuple(heads))
 
     def __str__(self) -> str:
         texts = ((head.name, _ABOUT[head.kind].format(len(head.classes))) for head in self.heads)
@@ -218,11 +209,7 @@ def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     """
     name, kind = (word, "") if word in known else map(str.strip, word.partition(":")[::2])
     refuse(
-        (
-            name not in known,
-            f"the index has no label {name!r}.",
-            f"Use one of: {', '.join(known)}.",
-        )
+        name not in known, f"the index has no label {name!r}.", f"Use one of: {', '.join(known)}."
     )
     target, count = known[name], len(known[name].classes)
     has_two = target.is_class and count == 2
@@ -233,15 +220,13 @@ def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     needed = 1 if target.kind == "multi" else 2
     reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
     refuse(
-        (
-            kind and kind not in possible,
-            f"label {name!r} cannot be learned as {kind!r}: it is {reason}.",
-            f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
-        ),
-        (
-            "number" not in (target.kind, kind) and count < needed,
-            f"label {name!r} has {count} class: must have {needed} or more.",
-        ),
+        kind and kind not in possible,
+        f"label {name!r} cannot be learned as {kind!r}: it is {reason}.",
+        f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
+    )
+    refuse(
+        "number" not in (target.kind, kind) and count < needed,
+        f"label {name!r} has {count} class: must have {needed} or more.",
     )
     return HEADS[kind or ("binary" if has_two else possible[0])](target)
 
@@ -284,12 +269,10 @@ class Monitor:
         elif self.name in metrics:
             maximizes = getattr(metrics[self.name], "higher_is_better", None)
         refuse(
-            (
-                maximizes is None,
-                "{monitor}: the metric has no higher_is_better.",
-                f"Say whether less or more is better: {self.name}:min or {self.name}:max.",
-                {"monitor": self.name},
-            )
+            maximizes is None,
+            "{monitor}: the metric has no higher_is_better.",
+            f"Say whether less or more is better: {self.name}:min or {self.name}:max.",
+            monitor=self.name,
         )
         self.maximizes = bool(maximizes)
 
@@ -303,9 +286,11 @@ class Monitor:
 
     def is_best(self, val: Mapping[str, float] | None, best: Mapping[str, float] | None) -> bool:
         """Return whether an epoch is the best so far. Without validation every epoch is."""
-        if val is None or best is None:
-            return True
-        return self.improves(val.get(self.name, math.nan), best.get(self.name, math.nan))
+        return (
+            val is None
+            or best is None
+            or self.improves(val.get(self.name, math.nan), best.get(self.name, math.nan))
+        )
 
     def waits(self, history: Sequence[Mapping[str, Any]], min_delta: float = 0.0) -> list[int]:
         """Return for each epoch how many epochs up to it did not improve on the best before."""
@@ -323,24 +308,13 @@ class Monitor:
         every = self._config.plateau_epochs
         return sum(waited > 0 and waited % every == 0 for waited in self.waits(history))
 
-    def stop_reason(self, since_best: int) -> str:
-        """Return why training ends early; "" if it goes on. since_best: epochs."""
-        if not 0 < self._config.patience <= since_best:
-            return ""
-        return (
-            f"{self.name} did not improve for {since_best} epochs "
-            f"(patience={self._config.patience}). Raise patience, or set it to 0, to go on."
-        )
-
     def check(self, val: Mapping[str, float]) -> None:
         """Raise UsageError if validation lacks the metric that the option names."""
         refuse(
-            (
-                self._config.monitor is not None and self.name not in val,
-                "{monitor} is not among the metrics of validation.",
-                f"Use one of: {', '.join(sorted(val))}.",
-                {"monitor": self.name},
-            )
+            self._config.monitor is not None and self.name not in val,
+            "{monitor} is not among the metrics of validation.",
+            f"Use one of: {', '.join(sorted(val))}.",
+            monitor=self.name,
         )
 
 
@@ -354,12 +328,21 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
     criterion, metrics, optimizer = arguments.criterion, arguments.metrics, arguments.optimizer
     own = criterion if isinstance(criterion, Mapping) else {task.heads[0].name: criterion}
     labels = [head.name for head in task.heads]
-    loss = "(outputs, target) -> loss, such as torch.nn.CrossEntropyLoss()"
-    groups = "of parameter groups, such as lambda groups: torch.optim.Adam(groups, lr=1e-3)"
     functions = [
-        *(("criterion", function, loss) for function in own.values()),
         ("training_step", arguments.training_step, "(batch, model) -> loss"),
-        ("optimizer", None if isinstance(optimizer, str) else optimizer, groups),
+        (
+            "optimizer",
+            None if isinstance(optimizer, str) else optimizer,
+            "of parameter groups, such as lambda groups: torch.optim.Adam(groups, lr=1e-3)",
+        ),
+        *(
+            (
+                "criterion",
+                function,
+                "(outputs, target) -> loss, such as torch.nn.CrossEntropyLoss()",
+            )
+            for function in own.values()
+        ),
     ]
     has_losses = criterion is not None and (own is not criterion or len(own) >= len(labels))
     replaced = (
@@ -369,45 +352,39 @@ def check_objects(arguments: TrainArguments, config: Config, task: Task, *, has_
         ("fields", arguments.fields is not None, IMAGE_OPTIONS),
     )
     needs_val = config.patience or config.monitor or config.schedule == "plateau"
+    for name, value, form in functions:
+        refuse(
+            value is not None and not callable(value),
+            f"{{{name}}}: must be a function {form}.",
+            **{name: value},
+        )
     refuse(
-        *(
-            (
-                value is not None and not callable(value),
-                f"{{{name}}}: must be a function {form}.",
-                "",
-                {name: value},
-            )
-            for name, value, form in functions
-        ),
-        (
-            not has_val and (needs_val or arguments.val_fields is not None),
-            "patience, monitor, val_fields and the schedule plateau need validation data.",
-            "Give {val}.",
-            {"val": ...},
-        ),
-        (
-            own.keys() - set(labels),
-            f"criterion names {', '.join(map(repr, own))}, and the labels are {', '.join(labels)}.",
-        ),
-        (
-            config.class_weights != "none" and config.balance in task.label_names,
-            "{class_weights} and {balance} both correct for rare classes.",
-            "Give one of them.",
-            {"class_weights": config.class_weights, "balance": config.balance},
-        ),
-        (
-            metrics is not None and not isinstance(metrics, Mapping),
-            f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
-            f'{{"kappa": torchmetrics.CohenKappa(...)}}.',
-        ),
-        *(
-            (
+        not has_val and (needs_val or arguments.val_fields is not None),
+        "patience, monitor, val_fields and the schedule plateau need validation data.",
+        "Give {val}.",
+        val=...,
+    )
+    refuse(
+        own.keys() - set(labels),
+        f"criterion names {', '.join(map(repr, own))}, and the labels are {', '.join(labels)}.",
+    )
+    refuse(
+        config.class_weights != "none" and config.balance in task.label_names,
+        "{class_weights} and {balance} both correct for rare classes.",
+        "Give one of them.",
+        class_weights=config.class_weights,
+        balance=config.balance,
+    )
+    refuse(
+        metrics is not None and not isinstance(metrics, Mapping),
+        f"metrics={metrics!r}: must be a dict of torchmetrics by name, such as "
+        f'{{"kappa": torchmetrics.CohenKappa(...)}}.',
+    )
+    for owner, is_given, names in replaced:
+        for name in names:
+            refuse(
                 is_given and not config.has_default(name),
                 f"{{{name}}} has no effect with {{{owner}}}.",
                 f"Leave it out, and let your {owner} do it.",
-                {name: getattr(config, name), owner: ...},
+                **{name: getattr(config, name), owner: ...},
             )
-            for owner, is_given, names in replaced
-            for name in names
-        ),
-    )

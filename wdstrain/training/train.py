@@ -27,6 +27,7 @@ from wdstrain.loader.epoch import EpochBatches
 from wdstrain.order.rng import key
 from wdstrain.report.terminal import reporting
 from wdstrain.runtime.options import takes
+from wdstrain.training.checkpoint import train_mode
 from wdstrain.training.config import STAGES, Config, TrainArguments, refuse
 from wdstrain.training.distributed import (
     GO_ON,
@@ -36,9 +37,11 @@ from wdstrain.training.distributed import (
     Stopped,
     raise_stopped,
 )
+from wdstrain.training.evaluate import evaluate_pass
 from wdstrain.training.inputs import batch_augmentation
-from wdstrain.training.run import Diverged, Run, resume
-from wdstrain.training.run_log import (
+from wdstrain.training.predict import Scored
+from wdstrain.training.run import Run, resume
+from wdstrain.training.run_dir import (
     Passes,
     RunLog,
     best_sentence,
@@ -49,8 +52,6 @@ from wdstrain.training.run_log import (
     verdict,
 )
 from wdstrain.training.tasks import Task
-from wdstrain.training.validation import Scored, evaluate_pass
-from wdstrain.training.weights import train_mode
 
 
 class Callback:
@@ -82,17 +83,15 @@ class Callback:
 def check_callbacks(callbacks: Iterable[object]) -> None:
     """Raise UsageError for a method on_... that no run calls."""
     known = [name for name in vars(Callback) if name.startswith("on_")]
+    unknown = [
+        f"{type(callback).__name__}.{name}"
+        for callback in callbacks
+        for name in dir(callback)
+        if name.startswith("on_") and name not in known and callable(getattr(callback, name))
+    ]
     refuse(
-        *(
-            (
-                name not in known and callable(getattr(callback, name)),
-                f"{type(callback).__name__}.{name} is never called. Methods of callbacks are "
-                f"{', '.join(known)}.",
-            )
-            for callback in callbacks
-            for name in dir(callback)
-            if name.startswith("on_")
-        )
+        unknown,
+        f"{', '.join(unknown)} is never called. Methods of callbacks are {', '.join(known)}.",
     )
 
 
@@ -132,8 +131,9 @@ def train(arguments: TrainArguments) -> TrainResult:
     with ExitStack() as stack:
         reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         if distributed.leads:  # other ranks may see files that it has written already
-            out = os.fspath(arguments.out)
-            check_out(out, overwrite=arguments.overwrite, resume=arguments.resume)
+            check_out(
+                os.fspath(arguments.out), overwrite=arguments.overwrite, resume=arguments.resume
+            )
         run = Run(arguments, distributed, reporter)
         for loader in filter(None, (run.loader, run.val_loader)):
             stack.callback(loader.close)
@@ -165,9 +165,9 @@ def train(arguments: TrainArguments) -> TrainResult:
 def _start_lines(run: Run) -> list[str]:
     """Return what a run trains, on which data and where."""
     config = run.config
-    count = sum(parameter.numel() for parameter in run.model.parameters())
-    lines = [
-        f"model {config.model}: {count:,} parameters, on {run.setup.device}",
+    sizes = [parameter.numel() for parameter in run.model.parameters()]
+    lines = (
+        f"model {config.model}: {sum(sizes):,} parameters, on {run.setup.device}",
         f"task: {run.task}",
         f"training: {samples_sentence(run.train_set, run.task)}",
         "no validation: give val=, a split val, or fold="
@@ -176,7 +176,7 @@ def _start_lines(run: Run) -> list[str]:
         f"weights: {config.weights}" if config.weights and run.checkpoint is None else "",
         f"new weights: {', '.join(run.fresh)}" if run.fresh else "",
         f"frozen: {len(run.frozen)} parameter tensors" if run.frozen else "",
-    ]
+    )
     return list(filter(None, lines))
 
 
@@ -213,8 +213,7 @@ def _fit(run: Run, signals: SignalHandler, log: RunLog) -> None:
                 _finish_epoch(run, signals, log)
     except (WdstrainError, Stopped) as error:
         is_signal = isinstance(error, Stopped)
-        is_partial = run.in_step or run.setup.distributed.size > 1
-        if isinstance(error, Diverged) or (is_partial and not is_signal):
+        if not is_signal and (run.in_step or run.setup.distributed.size > 1):
             raise
         run.save()
         if run.write_error is None:
@@ -257,8 +256,9 @@ def _train_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
             break
         if state.step < run.steps and _checkpoint_is_due(run, signals):
             run.save()
-    consumer = "GPU" if device.type == "cuda" else "model"
-    state.verdict = verdict(run.loader.report(), log.seconds, consumer)
+    state.verdict = verdict(
+        run.loader.report(), log.seconds, "GPU" if device.type == "cuda" else "model"
+    )
     if state.step == len(run.loader):
         next(batches, None)  # the loader compares what was planned and what was delivered
 
@@ -295,14 +295,12 @@ def _checkpoint_is_due(run: Run, signals: SignalHandler) -> bool:
     Raises Stopped after a signal. Collective.
     """
     step, config, wish, now = run.state.step, run.config, GO_ON, time.monotonic()
-    seconds = 60 * config.checkpoint_minutes
-    if seconds and run.is_leader and now > run.saved_at + seconds:
+    if run.is_leader and 0 < 60 * config.checkpoint_minutes < now - run.saved_at:
         wish, run.saved_at = SAVE, now  # asked once; all processes write it one step later
     wish = raise_stopped(signals, run.setup.distributed, wish)
     # A count of steps is the same on all processes and needs no exchange.
     every = config.checkpoint_every
-    is_counted = bool(every) and step // every > (step - config.accumulate) // every
-    return is_counted or wish == SAVE
+    return wish == SAVE or bool(every and step // every > (step - config.accumulate) // every)
 
 
 def _validate(run: Run, signals: SignalHandler) -> Passes:

@@ -24,12 +24,13 @@ from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
 from wdstrain.storage.files import check_folder_output, disk_errors, write_whole
+from wdstrain.training.checkpoint import CHECKPOINTS
 from wdstrain.training.config import CONFIG, METRICS, STAGES, read_lines, refuse
 from wdstrain.training.data import addresses, count_pixels
 from wdstrain.training.heads import MaskHead
 from wdstrain.training.metrics import classes_of
 from wdstrain.training.report import History, largest, metric_text, write_report
-from wdstrain.training.run import CHECKPOINTS, Run
+from wdstrain.training.run import Run
 from wdstrain.training.tasks import Monitor, Task
 
 STEPS, REPORT, BOARD = "steps.jsonl", "report.html", "tensorboard"
@@ -58,18 +59,16 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
     """
     # hidden files are the lock, and incomplete files that a kill left
     names = {path.name for path in Path(folder).glob("[!.]*")}
+    refuse(resume and overwrite, "resume and overwrite exclude each other.", "Give one of them.")
     refuse(
-        (resume and overwrite, "resume and overwrite exclude each other.", "Give one of them."),
-        (
-            names and CONFIG not in names,
-            f"{folder} holds files that are not of a run.",
-            "Choose another folder.",
-        ),
-        (
-            names and not overwrite and not resume,
-            f"{folder} holds a run already.",
-            "Choose another folder, continue with {resume}, or replace it with {overwrite}.",
-        ),
+        names and CONFIG not in names,
+        f"{folder} holds files that are not of a run.",
+        "Choose another folder.",
+    )
+    refuse(
+        names and not overwrite and not resume,
+        f"{folder} holds a run already.",
+        "Choose another folder, continue with {resume}, or replace it with {overwrite}.",
     )
     check_folder_output(folder)
 
@@ -86,11 +85,9 @@ def open_folder(
         os.makedirs(folder, exist_ok=True)
         lock = lock_file(os.path.join(folder, _LOCK))
         refuse(
-            (
-                lock is None,
-                f"another process is training into {folder}.",
-                "Wait for it, or choose another folder.",
-            )
+            lock is None,
+            f"another process is training into {folder}.",
+            "Wait for it, or choose another folder.",
         )
         stack.callback(unlock_file, lock)
         for path in (Path(folder, name) for name in _RUN_FILES if overwrite):
@@ -112,8 +109,11 @@ def append_line(path: str, line: Mapping[str, Any]) -> None:
 
 def rewind(folder: str, history: Sequence[Mapping[str, Any]], position: tuple[int, int]) -> None:
     """Keep these lines in metrics.jsonl, and in steps.jsonl those up to (epoch, step)."""
-    written = read_lines(os.path.join(folder, STEPS))
-    steps = [line for line in written if (line["epoch"], line["step"]) <= position]
+    steps = [
+        line
+        for line in read_lines(os.path.join(folder, STEPS))
+        if (line["epoch"], line["step"]) <= position
+    ]
     for name, lines in ((METRICS, history), (STEPS, steps)):
         text = "".join(f"{strict_json(line)}\n" for line in lines)
         write_whole(os.path.join(folder, name), text.encode())
@@ -134,9 +134,13 @@ def _begin(run: Run, stack: ExitStack) -> None:
         if run.val_set is not None and is_strict:
             count_pixels(run.val_set, head, is_strict=True)
     val = addresses(arguments.val) if arguments.val is not None else None
-    text = run.config.toml({"train": addresses(arguments.urls), "val": val})
-    overwrite, resume = arguments.overwrite, arguments.resume
-    open_folder(run.folder, text, stack, overwrite=overwrite, resume=resume)
+    open_folder(
+        run.folder,
+        run.config.toml({"train": addresses(arguments.urls), "val": val}),
+        stack,
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+    )
     rewind(run.folder, run.state.history, (run.state.epoch, run.state.step))
 
 
@@ -347,8 +351,8 @@ def epoch_metrics(run: Run, passes: Passes) -> dict[str, Any]:
     }
     if run.scaler.is_enabled():
         metrics["skipped_steps"] = int(sums["skipped"])
-    metrics |= {name: dict(values) for name, (values, _) in passes.items()}
-    return metrics | (classes_of(passes["val"][1], _LOGGED) if passes else {})
+    validation = {name: dict(values) for name, (values, _) in passes.items()}
+    return metrics | validation | (classes_of(passes["val"][1], _LOGGED) if passes else {})
 
 
 def progress_text(task: Task, sums: Mapping[str, float], seconds: Mapping[str, float]) -> str:
