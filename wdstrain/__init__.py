@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         pack,
     )
     from wdstrain.conversion.changes import remove
+    from wdstrain.conversion.join import join
     from wdstrain.decode.fields import Example, Field, array, image, json, mask
     from wdstrain.decode.labels import label, number, text
     from wdstrain.errors import (
@@ -99,6 +100,7 @@ __all__ = [
     "image",
     "index",
     "info",
+    "join",
     "json",
     "label",
     "mask",
@@ -124,6 +126,7 @@ __all__ = [
 _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
     "conversion.changes": "remove",
+    "conversion.join": "join",
     "decode.fields": "Example Field array image json mask",
     "decode.labels": "label number text",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",

@@ -160,6 +160,13 @@ def remove(run: Json, work: Path, out: Path) -> Any:
     return run("remove", out, "--where", "cls == 1")
 
 
+def join(run: Json, work: Path, out: Path) -> Any:
+    write_tar(out / "a.tar", [(str(n), {"cls": b"%d" % n}) for n in range(3)])
+    wt.index(str(out))
+    (out / "t.csv").write_text("key,score\n1,2.5\n7,1\n")
+    return run("join", out, out / "t.csv", "--on", "key")
+
+
 def plan(run: Json, work: Path, out: Path) -> Any:
     words = ["--batch-size", "4", "--world-size", "2"]
     return run("plan", work / "set" / "train-000000.tar", *words)
@@ -236,6 +243,7 @@ VERBS: dict[str, Callable[[Json, Path, Path], Any]] = {
         verify_damaged,
         repair,
         remove,
+        join,
         plan,
         bench,
         train,
@@ -264,6 +272,7 @@ WRONG: dict[str, list[str]] = {
     "verify": ["verify", ABSENT],
     "repair": ["repair", ABSENT, "-o", "out"],
     "remove": ["remove", ABSENT, "--where", "cls == 1"],
+    "join": ["join", ABSENT, "t.csv"],
     "plan": ["plan", ABSENT],
     "bench": ["bench", ABSENT],
     "train": ["train", ABSENT, "--out", "run"],

@@ -503,7 +503,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
         (
             "nulls-need-bytes",
-            "or not len(column) or column.values.null_count:",
+            "or not len(column) or column.stored.null_count:",
             "or not len(column):",
         ),
     ],

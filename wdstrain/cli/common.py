@@ -174,7 +174,7 @@ def facts(index: Index) -> dict[str, Any]:
         split: sum(shard.samples for shard in index.shards if shard.split == split)
         for split in index.splits
     }
-    columns = [{**column.row, "missing": column.values.null_count} for column in index.columns]
+    columns = [{**column.row, "missing": column.stored.null_count} for column in index.columns]
     return {
         "samples": len(index),
         "shards": len(index.shards),

@@ -24,6 +24,7 @@ from wdstrain.report.terminal import print_error, quiet
 _VERBS = {  # the module that adds a verb, and what it does
     "convert": ("sets", "convert a data set into shards"),
     "index": ("sets", "make or refresh the index of shards, and add columns to it"),
+    "join": ("sets", "add columns of a table to the index of shards, without packing them again"),
     "info": ("inspection", "count what shards hold: samples, sizes, images, labels"),
     "show": ("inspection", "print samples as a table, or draw them as a contact sheet"),
     "verify": ("inspection", "read every byte of shards and compare it with their index"),

@@ -1,4 +1,4 @@
-"""Verbs that make, change and serve sets of shards: convert, index, remove, serve.
+"""Verbs that make, change and serve sets of shards: convert, index, join, remove, serve.
 
 `convert` has one kind for each sort of source. Flags are made from the option classes that the
 functions of `wdstrain.conversion.api` take.
@@ -29,6 +29,7 @@ from wdstrain.conversion.options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
+    JoinOptions,
     Options,
     RemoveOptions,
     TableOptions,
@@ -45,6 +46,7 @@ from wdstrain.shards.options import CheckedOptions, IndexOptions
 if TYPE_CHECKING:
     from wdstrain.conversion.runner import ConversionResult, Step
     from wdstrain.shards.index import Index
+    from wdstrain.shards.joining import JoinCounts
 
 _INTERRUPTED = (
     "Run the same command with --resume to continue. The output folder is as it was before."
@@ -252,6 +254,22 @@ def _indexed(made: Index, seconds: float) -> Shown:
     return facts(made), [*summary(made), *column_rows(made)], ""
 
 
+def _joined(done: JoinCounts, seconds: float) -> Shown:
+    rows = {
+        "matched": f"{done.matched} of {counted(done.samples, 'sample')}",
+        "unknown": f"{counted(done.unknown, 'row')} of the table: {', '.join(done.unknown_keys)}"
+        if done.unknown
+        else "",
+        **{
+            f"column {name}": f"{'replaced' if name in done.replaced else 'added'}, "
+            f"{missing} samples have no value"
+            for name, missing in done.columns.items()
+        },
+        "time": f"{seconds:.1f} s",
+    }
+    return {**vars(done), "seconds": seconds}, rows_of(rows), ""
+
+
 def _remove(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     from wdstrain.conversion.changes import remove
 
@@ -317,6 +335,11 @@ VERBS = {
         IndexOptions,
         "index old --columns cls,json.kind",
         calling("shards.declare:index", _indexed),
+    ),
+    "join": Verb(
+        JoinOptions,
+        "join shards/photos captions.parquet --on key",
+        calling("conversion.join:join", _joined),
     ),
     "remove": Verb(RemoveOptions, "remove shards/photos --where \"label == 'blurred'\"", _remove),
     "serve": Verb(_ServeOptions, "serve shards/photos --port 8000", _serve),

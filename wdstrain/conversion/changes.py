@@ -87,7 +87,8 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
 
     The new samples may have more classes, after those of the set.
     """
-    known, new = ({label.name: label for label in part} for part in (former.labels, labels))
+    own = [label for label in former.labels if not label.is_joined]
+    known, new = ({label.name: label for label in part} for part in (own, labels))
     for name in known | new:
         old, now = known.get(name), new.get(name)
         if old is None or now is None or not _are_alike(old, now):
@@ -121,7 +122,7 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
     known = [column for column in new.columns if column.place in columns]
     for column in known:
         pair = column, columns[column.place]
-        kinds = {c.kind for c in pair if c.kind == NOT_A_COLUMN or c.values.null_count < len(c)}
+        kinds = {c.kind for c in pair if c.kind == NOT_A_COLUMN or c.stored.null_count < len(c)}
         if len(kinds) > 1 and kinds != {"integer", "number"}:
             raise UsageError(
                 f"the column '{column.name}' holds values of the kind {column.kind} in the new "
@@ -188,7 +189,7 @@ def remove(options: RemoveOptions) -> RemoveResult:
     is not on a disk or in a bucket, and if no sample would be left; SourceError for keys that no
     shard has; ShardError for a sample whose bytes have changed.
     """
-    folder = _folder_of(open_index(options.urls))
+    folder = folder_of_set(open_index(options.urls))
     with Staging(folder, change=True) as staging:
         try:
             index = staging.load()
@@ -212,7 +213,7 @@ def remove(options: RemoveOptions) -> RemoveResult:
     )
 
 
-def _folder_of(index: Index) -> str:
+def folder_of_set(index: Index) -> str:
     """Return the folder of these shards, on a disk or in a bucket."""
     folders = {os.path.dirname(shard.path) or "." for shard in index.shards}
     if len(folders) != 1:
@@ -223,8 +224,8 @@ def _folder_of(index: Index) -> str:
     folder = folders.pop()
     if is_remote(folder) and not is_object(folder):
         raise UsageError(
-            f"{redacted(folder)}: samples can be removed from a set on a disk or in a bucket.",
-            "Download the set, remove them, and upload it.",
+            f"{redacted(folder)}: only a set on a disk or in a bucket can be changed.",
+            "Download the set, change it, and upload it.",
         )
     return folder
 

@@ -124,7 +124,7 @@ def _encoded(
             return Pixels(name, value.copy(), quality)
         return _image(name, value, quality)  # an open file
     if kind == "npy":
-        return _npy(name, value)
+        return npy(name, value)
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if kind == "cls":
@@ -227,7 +227,8 @@ def _image(name: str, value: Any, quality: int) -> bytes:
         ) from None
 
 
-def _npy(name: str, value: Any) -> bytes:
+def npy(name: str, value: Any) -> bytes:
+    """Return an array as a .npy file. name: of its field, for the error of Python objects."""
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")

@@ -423,6 +423,23 @@ class TorchvisionOptions(Options):
 
 
 @dataclass(frozen=True)
+class JoinOptions:
+    """Columns of a table to add to the index of a finished set."""
+
+    urls: str | Path = option(REQUIRED, "folder or bucket address of the set", metavar="SET")
+    table: Any = option(
+        REQUIRED,
+        "table with a row for each sample: a file (.csv, .tsv, .jsonl, .parquet, .arrow) or a folder "
+        "of them; in Python also a DataFrame, an Arrow table, or a list of dicts",
+        metavar="TABLE",
+    )
+    _: KW_ONLY
+    on: str = option(
+        "key", "column that names the samples, in the table and in the index", metavar="COL"
+    )
+
+
+@dataclass(frozen=True)
 class RemoveOptions:
     """Samples to remove from a finished set."""
 

@@ -40,10 +40,11 @@ from wdstrain.shards.index_io import (
     load,
     save_index,
 )
+from wdstrain.shards.value_files import VALUE_FILE
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import disk_errors, read_whole, sync, user_cache, write_whole
 from wdstrain.storage.objects import is_object, list_folder_of, put, remove
-from wdstrain.storage.remote import read_remote
+from wdstrain.storage.remote import name_of, read_remote
 
 SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
 RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
@@ -352,12 +353,20 @@ class Staging(AbstractContextManager["Staging"]):
         """Make `index` the set in `out`: with the shards that were added.
 
         files: others in the folder of the shards that are put beside them. Shards that only the
-        former index lists are deleted, and unless this is a change, the files beside them.
+        former index lists are deleted, and unless this is a change, the files beside them. Values of
+        joined columns stay until the next change, as a program may read the former index just now.
         """
-        moved = self._files | {name: name for name in (*files, TABLE_NAME, INDEX_NAME)}
-        former = [shard.name for shard in self._former.shards]
+        columns = {
+            name_of(file.path)
+            for column in (*index.columns, *(self._former.columns if self._is_change else ()))
+            for file in column.files
+        }
+        staged = sorted(columns.intersection(os.listdir(self.folder())))
+        moved = self._files | {n: n for n in (*files, *staged, TABLE_NAME, INDEX_NAME)}
+        former = list(filter(VALUE_FILE.fullmatch, self._names))
+        former += [shard.name for shard in self._former.shards]
         former += [] if self._is_change else [SKIPPED_NAME, RENAMED_NAME]
-        kept = {*moved, *(shard.name for shard in index.shards)}
+        kept = {*moved, *columns, *(shard.name for shard in index.shards)}
         gone = [name for name in former if name not in kept]
         record: dict[str, Any] = {"files": moved, "gone": gone, "replaces": not self._is_change}
         record["before"] = _digest(self._index)

@@ -109,7 +109,7 @@ class Decoder:
         return {
             name: list(map(_tensor, rows))
             if isinstance(self.fields[name], are_lists)
-            else _stacked(rows)
+            else stacked(rows)
             for name, rows in lists.items()
         }
 
@@ -266,9 +266,9 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _stacked(values: list[Any]) -> Any:
+def stacked(values: list[Any]) -> Any:
     """Return a tensor if all values are arrays of one shape, else a list."""
-    first = values[0]
+    first = next(iter(values), None)
     is_uniform = isinstance(first, np.ndarray) and all(
         isinstance(value, np.ndarray) and (value.shape, value.dtype) == (first.shape, first.dtype)
         for value in values

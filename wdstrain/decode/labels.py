@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.decode.fields import Example, Field, field_names
+from wdstrain.decode.fields import Example, Field, NumpyArray, field_names
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError, UsageError, logger
 from wdstrain.runtime.cached import cached_property
@@ -43,8 +43,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 class LabelField:
     """Field that reads a label, a number or a text.
 
-    names: columns or fields to look for; with an index, the fields that hold the value. entry: of
-    their JSON. kind: "class", "multi", "number" or "text". classes: names, in the order of the
+    names: columns or fields to look for; with an index, the fields that hold the value, or "" for a
+    joined column. entry: of their JSON, or the joined column. kind: "class", "multi", "number",
+    "text" or "vector". classes: names, in the order of the
     delivered numbers. stored: names in the order of the numbers in the shards, if it differs.
     by_name: a text that is the name of a class and the number of another means the name, as it does
     in JSON.
@@ -68,7 +69,7 @@ class LabelField:
         """Shape and dtype of a row; None for texts."""
         shape = (len(self.classes),) if self.kind == "multi" else ()
         dtype = KINDS[self.kind].dtype or self.dtype
-        return None if self.kind == "text" else Example(shape, dtype)
+        return None if self.kind in ("text", "vector") else Example(shape, dtype)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str | None:
         """Write the value to `out`, or return a text. Raises SampleError for another value."""
@@ -178,10 +179,15 @@ def reader_of(info: ColumnInfo) -> str:
 def with_classes(field: Field, index: Index | None) -> Field:
     """Return a label, number or text as it is read from an index; any other field unchanged.
 
-    Its names become fields of the samples, and its classes those of all sets together. Raises
+    Its names become fields of the samples, and its classes those of all sets together. An array that
+    is a joined column becomes a field of the kind "vector". Raises
     UsageError for classes that differ between sets without a common column, and for a label of
     several classes whose names are not known.
     """
+    if type(field) is NumpyArray and index is not None:
+        named = (column for column in index.columns if column.name.lower() in field.names)
+        vectors = [column.name for column in named if column.kind == "vector"]
+        return LabelField(("",), "vector", vectors[0], is_bound=True) if vectors else field
     if not isinstance(field, LabelField):
         return field
     if index is None:
@@ -250,7 +256,8 @@ def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     meant = [info for info in known if info.place == place]
     if not meant and not field.is_bound:
         column = column_named(index, name)
-        meant = [column] if column else [info for info in known if info.name == name]
+        own = None if column is None else column.place
+        meant = [info for info in known if own == info.place or (own is None and info.name == name)]
     if not meant and place[0].lower() in index.fields:
         return ColumnInfo(name, "text", place[0].lower(), place[1])
     return next(iter(meant), None)
@@ -270,9 +277,9 @@ def _joined(field: LabelField, index: Index, label: ColumnInfo | None, why: str)
             f"{field.names[0]} --classes A,B,... (wdstrain index --columns shows how).",
         )
     numbered(field, label, is_alone=False)  # all of its classes are named
-    if column.values.null_count:
+    if column.stored.null_count:
         raise UsageError(
-            f"{column.values.null_count} samples have no value in the column {column.name}, "
+            f"{column.stored.null_count} samples have no value in the column {column.name}, "
             "whose sets number their classes differently.",
             "Leave them out: {where}.",
             {"where": f"`{column.name}` is not None"},
@@ -301,9 +308,10 @@ def _check_texts(field: LabelField) -> None:
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """The values of a field of all samples: an array of numbers, or lists of classes, or texts.
+    """The values of a field of all samples: an array of numbers, or lists, or texts.
 
-    numbers: delivered instead of the values, int64. count: classes of lists.
+    values: an array of numpy, or anything whose `take` returns values of Arrow. numbers: delivered
+    instead of the values, int64. count: classes of lists.
     """
 
     values: Any
@@ -317,6 +325,8 @@ class LabelColumn:
             values: Array = self.values[ids]
             return (values if self.numbers is None else self.numbers[values]).astype(self.dtype)
         rows = self.values.take(pa.array(ids))
+        if pa.types.is_large_list(rows.type):
+            return [as_numpy(row.values).copy() for row in rows]
         if not self.count:
             return list(rows.to_pylist())
         flags = np.zeros((len(ids), self.count), np.float32)
@@ -329,9 +339,25 @@ def label_columns(fields: Mapping[str, Field], index: Index) -> dict[str, LabelC
 
     A column is used only if it gives every sample the value that its bytes would give. Otherwise (a
     missing value, a class that the field does not know) the field reads bytes, which gives the reason.
+    Raises UsageError for such a joined column: there are no bytes.
     """
     columns = {name: _label_column(field, index) for name, field in fields.items()}
+    for name, field in fields.items():
+        if isinstance(field, LabelField) and field.names == ("",) and columns[name] is None:
+            raise _incomplete(index, field)
     return {name: column for name, column in columns.items() if column is not None}
+
+
+def _incomplete(index: Index, field: LabelField) -> UsageError:
+    """Return the error for a field that a joined column does not give for every sample."""
+    column = next(column for column in index.columns if column.place == ("", field.entry))
+    return UsageError(
+        f"the column {column.name}, {column.summary}, does not give every sample a {field.kind}: "
+        f"{column.stored.null_count} of {len(index)} samples have no value.",
+        "Leave them out: {where}, or declare what the values mean: wdstrain index SET --label "
+        f"{column.name}",
+        {"where": f"`{column.name}` is not None"},
+    )
 
 
 def _label_column(field: Field, index: Index) -> LabelColumn | None:
@@ -339,11 +365,11 @@ def _label_column(field: Field, index: Index) -> LabelColumn | None:
         return None
     place = (field.names[0], field.entry) if len(field.names) == 1 else None
     column = next((column for column in index.columns if column.place == place), None)
-    if column is None or not len(column) or column.values.null_count:
+    if column is None or not len(column) or column.stored.null_count:
         return None
-    if field.kind == "text":
-        is_text = column.kind in ("text", "class") and field.entry is not None
-        return LabelColumn(column.values) if is_text else None
+    if field.kind in ("text", "vector"):
+        kinds = ("vector",) if field.kind == "vector" else ("text", "class")
+        return LabelColumn(column) if column.kind in kinds and field.entry is not None else None
     if field.kind == "number":
         return _numbers(field, column)
     return (_lists if field.kind == "multi" else _classes)(field, column)

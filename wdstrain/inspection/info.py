@@ -329,7 +329,8 @@ def _columns(index: Index, labeled: Index) -> tuple[ColumnSummary, ...]:
 
 def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSummary:
     """Return the statistics of a column. label: that it holds. exact: of all samples."""
-    present, numbers = column.values.drop_null(), None
+    values = column.stored[:0] if column.kind == "vector" else column.values  # lists: not counted
+    present, numbers = values.drop_null(), None
     is_class = label is not None and label.kind == "class"
     if column.kind in ("integer", "number") and not is_class:
         numbers, present = _numbers(np.asarray(present, np.float64)), present[:0]
@@ -345,7 +346,7 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
         is_label=label is not None,
         exact=exact,
         looked_at=len(column),
-        missing=column.values.null_count,
+        missing=column.stored.null_count,
         classes=classes,
         distinct=len(names) if label is not None else len(counts),
         empty=tuple(name for name, count in classes.items() if exact and not count),

@@ -148,9 +148,10 @@ def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView
     view, sizes = SampleView(index.key(number), shard.shown, start, shard.split), dict[str, int]()
     names, fields = {label.place: label.name for label in labels}, {label.field for label in labels}
     for column in index.columns:
-        value = column.values[number].as_py() if column.place in names else None
+        has_text = column.place in names or column.is_joined
+        value = column.take([number])[0].as_py() if has_text else None
         if value is not None:
-            view.labels[names[column.place]] = text_of(value)
+            view.labels[names.get(column.place, column.name)] = text_of(value)
     for name, _, size in index.members(number):
         view.fields[name], sizes[name] = format_size(size), size
     shown = [n for n in sizes if sizes[n] <= _MAX_BYTES and (n in fields or is_shown(n))]

@@ -122,7 +122,9 @@ def verify(options: VerifyOptions) -> Verification:
     if result.unindexed:
         part = f"{result.unindexed} of {counted(result.shards, 'shard')} have no checksums"
         result.notes.append(f"{part}: only their structure was checked")
-    labels = {label.field for index in shards.values() for label in index.labels}
+    labels = {
+        label.field for index in shards.values() for label in index.labels if not label.is_joined
+    }
     _compare_samples(checks, {*need, *labels}, result)
     _check_groups(result, [index for index in shards.values() if len(index)], options.group_by)
     return result

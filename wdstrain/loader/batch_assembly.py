@@ -20,7 +20,7 @@ import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batches import BadSample, ReadBatch, Result, Slots, empty_row
-from wdstrain.decode.decoder import Decoder
+from wdstrain.decode.decoder import Decoder, stacked
 from wdstrain.decode.labels import LabelColumn
 from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.loader.options import LoaderOptions
@@ -112,7 +112,7 @@ class BatchAssembler:
             for row in np.flatnonzero(~own).tolist():
                 empty_row(labels.values(), row)
         return {
-            name: torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+            name: torch.from_numpy(rows) if isinstance(rows, np.ndarray) else stacked(rows)
             for name, rows in labels.items()
         }
 

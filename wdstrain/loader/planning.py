@@ -195,7 +195,7 @@ class EpochPlans:
 def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
     """Raise UsageError if a field looks for names of which the index has none."""
     for name, field in fields.items():
-        if any(member in index.fields for member in with_classes(field, index).names):
+        if any(member in ("", *index.fields) for member in with_classes(field, index).names):
             continue
         readers = ", ".join(reader_of(label) for label in index.labels)
         hint = f" Their labels are read with {readers}." if readers else ""

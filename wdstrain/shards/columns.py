@@ -19,13 +19,14 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import SampleError, WdstrainError
+from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.kinds import (
     KINDS,
     LONGEST_TEXT,
@@ -37,7 +38,10 @@ from wdstrain.shards.kinds import (
     parsed_json,
     scalar,
 )
+from wdstrain.shards.value_files import gathered
+from wdstrain.storage.remote import name_of
 
+FILE_TYPES = {"text": pa.large_string(), "vector": KINDS["vector"].arrow}  # of values in files
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
 PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
 CONTENT_FIELDS = ("txt", "text", "transcript", "bin")  # read whole, not scalars
@@ -48,12 +52,26 @@ _LARGEST_NPY = 256  # bytes of a .npy file with one number
 
 @dataclass(frozen=True)
 class Column(ColumnInfo):
-    """The values of one label or scalar. values: an Arrow array of its kind's type; null: no value."""
+    """The values of one label or scalar; null: no value.
 
-    values: pa.Array = dataclasses.field(kw_only=True)
+    stored: an Arrow array of its kind's type, or the rows of the values in `files`.
+    """
+
+    stored: pa.Array = dataclasses.field(kw_only=True)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.stored)
+
+    @cached_property
+    def values(self) -> pa.Array:
+        """The values of all samples. Those that lie in files are read into memory."""
+        return self.take()
+
+    def take(self, ids: Any = None) -> pa.Array:
+        """Return the values of some samples. ids: their numbers; None: all samples."""
+        rows = self.stored if ids is None else self.stored.take(ids)
+        arrow = FILE_TYPES.get(self.kind, KINDS[self.kind].arrow)
+        return gathered(self.files, rows, arrow) if self.files else rows
 
     @classmethod
     def of(cls, info: ColumnInfo, values: pa.Array) -> Column:
@@ -61,17 +79,22 @@ class Column(ColumnInfo):
         classes = info.classes
         if info.kind == "class" and not classes:
             classes = tuple(values.dictionary.to_pylist())
-        return cls(**vars(info) | {"classes": classes}, values=values)
+        return cls(**vars(info) | {"classes": classes}, stored=values)
 
     @property
     def info(self) -> ColumnInfo:
         """The column without its values."""
-        return ColumnInfo(self.name, self.kind, self.field, self.entry, self.classes, self.is_label)
+        return ColumnInfo(
+            *(self.name, self.kind, self.field, self.entry, self.classes, self.is_label),
+            files=self.files,
+        )
 
     @property
     def row(self) -> dict[str, Any]:
         """The column without its values, as index.json lists it."""
-        return {"name": self.name, "kind": self.kind, "field": self.field, "entry": self.entry}
+        row = {"name": self.name, "kind": self.kind, "field": self.field, "entry": self.entry}
+        files = [{"file": name_of(file.path), "rows": file.count} for file in self.files[:1]]
+        return {**row, **dict(*files)}
 
 
 class ColumnBuilder:
@@ -179,7 +202,7 @@ def column_name(place: Place) -> str:
     field, entry = place
     if entry is None:
         return field[: -len(".npy")] if field.endswith(".npy") else field
-    return entry if field == "json" else f"{field}.{entry}"
+    return entry if field in ("json", "") else f"{field}.{entry}"
 
 
 def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column, ...]:
@@ -193,9 +216,9 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
     by_place = [{column.place: column for column in columns} for _, columns in parts]
     joined = []
     for place in dict.fromkeys(place for part in by_place for place in part):
-        absent = replace(first[place], kind="text", classes=())
+        absent = replace(first[place], kind="text", classes=(), files=())
         columns = [
-            part.get(place, replace(absent, values=pa.nulls(count, pa.string())))
+            part.get(place, replace(absent, stored=pa.nulls(count, pa.string())))
             for part, (count, _) in zip(by_place, parts, strict=True)
         ]
         joined.append(_joined(first[place], columns))
@@ -205,8 +228,10 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
 def _joined(first: Column, columns: Sequence[Column]) -> Column | None:
     """Return columns of one place as one; None if their values fit into no kind of column."""
     decided = ("class", NOT_A_COLUMN)  # kinds that count even without a value
-    filled = [c for c in columns if c.kind in decided or c.values.null_count < len(c)] or [first]
+    filled = [c for c in columns if c.kind in decided or c.stored.null_count < len(c)] or [first]
     kinds = {column.kind for column in filled}
+    if len(kinds) == 1 and all(column.files for column in filled):
+        return _with_all_files(filled[0], columns)
     texts = chain(*(pc.unique(c.values).to_pylist() for c in filled if c.kind == "text"))
     if len(kinds) > 1 and {*texts} <= {None, *_NOT_FINITE}:
         kinds = kinds - {"text"} | {"number"}
@@ -217,8 +242,17 @@ def _joined(first: Column, columns: Sequence[Column]) -> Column | None:
     if is_ambiguous or (kind == NOT_A_COLUMN and kind not in kinds):
         return None
     classes = () if kind == "class" else filled[0].classes
-    info = replace(filled[0].info, kind=kind, classes=classes)
+    info = replace(filled[0].info, kind=kind, classes=classes, files=())
     return Column.of(info, pa.concat_arrays([_cast(column, info) for column in columns]))
+
+
+def _with_all_files(first: Column, columns: Sequence[Column]) -> Column:
+    """Return columns whose values lie in files as one. Its rows count through the files of all."""
+    groups = list(dict.fromkeys(column.files for column in columns))
+    counts = [sum(file.count for file in files) for files in groups]
+    shifts = dict(zip(groups, accumulate([0, *counts]), strict=False))
+    rows = [pc.add(c.stored.cast(pa.int64()), shifts[c.files]) for c in columns]
+    return replace(first, files=tuple(chain(*groups)), stored=pa.concat_arrays(rows))
 
 
 def _common_kind(kinds: Collection[str]) -> str:
@@ -227,7 +261,7 @@ def _common_kind(kinds: Collection[str]) -> str:
         return next(iter(kinds))
     if set(kinds) == {"integer", "number"}:
         return "number"
-    return "text" if {"class", "multi", NOT_A_COLUMN}.isdisjoint(kinds) else NOT_A_COLUMN
+    return "text" if {"class", "multi", "vector", NOT_A_COLUMN}.isdisjoint(kinds) else NOT_A_COLUMN
 
 
 def _cast(column: Column, info: ColumnInfo) -> pa.Array:
@@ -245,7 +279,14 @@ def as_label(column: Column, info: ColumnInfo) -> Column:
         if info.kind == "class":
             values = pa.DictionaryArray.from_arrays(values, pa.array(info.classes, pa.string()))
         values = values.cast(kind.arrow)
-    return replace(column, name=info.name, kind=info.kind, classes=info.classes, values=values)
+    return replace(
+        column,
+        name=info.name,
+        kind=info.kind,
+        classes=info.classes,
+        stored=values,
+        files=(),
+    )
 
 
 def typed(columns: Iterable[Column], labels: Iterable[ColumnInfo]) -> tuple[Column, ...]:
@@ -279,7 +320,7 @@ def counted(values: pa.Array) -> dict[Any, int]:
 
 def no_column(place: Place, nulls: pa.Array) -> Column:
     """Return the column of values that no column can hold."""
-    return Column(column_name(place), NOT_A_COLUMN, *place, is_label=False, values=nulls)
+    return Column(column_name(place), NOT_A_COLUMN, *place, is_label=False, stored=nulls)
 
 
 def inferred(place: Place, values: list[Any]) -> Column:
@@ -291,4 +332,4 @@ def inferred(place: Place, values: list[Any]) -> Column:
     if kind == "text" and any(text is not None and len(text) > LONGEST_TEXT for text in values):
         return no_column(place, pa.nulls(len(values)))
     array = pa.array(values, KINDS[kind].arrow)
-    return Column(column_name(place), kind, *place, is_label=False, values=array)
+    return Column(column_name(place), kind, *place, is_label=False, stored=array)

@@ -287,7 +287,7 @@ def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> Colum
 def column_rows(index: Index) -> list[tuple[str, str]]:
     """Return (name, description) of each column, with the number of samples that lack a value."""
     return [
-        (printable(f"column {c.name}"), f"{c.summary}, {c.values.null_count} samples have none")
+        (printable(f"column {c.name}"), f"{c.summary}, {c.stored.null_count} samples have none")
         for c in index.columns
     ]
 
@@ -297,8 +297,9 @@ def column_rows(index: Index) -> list[tuple[str, str]]:
 
 def _place(index: Index, name: str) -> Place:
     """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
-    field, entry = json_place(name)
-    if field in index.fields and is_json(field) == (entry is not None):
+    joined = {column.name: column.place for column in index.columns if column.is_joined}
+    field, entry = joined.get(name) or json_place(name)
+    if name in joined or (field in index.fields and is_json(field) == (entry is not None)):
         return field, entry
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
     raise UsageError(
@@ -311,7 +312,7 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     """Return the columns of these places as their bytes say. Raises UsageError."""
     columns = read_columns(index, places).columns
     for column in columns:
-        if column.values.null_count == len(column):
+        if column.stored.null_count == len(column):
             raise UsageError(
                 f"no sample has a value in {column.stored_as}, or it holds values that no column "
                 "can hold. A column holds numbers, texts of at most 256 characters, true and "
@@ -397,7 +398,7 @@ def even_part(index: Index, most: int) -> Ints:
 def complete_column(index: Index, label: ColumnInfo) -> Column | None:
     """Return the column of a label if it has a value for every sample."""
     found = (c for c in index.columns if (c.place, c.kind) == (label.place, label.kind))
-    return next((c for c in found if len(c) and not c.values.null_count), None)
+    return next((c for c in found if len(c) and not c.stored.null_count), None)
 
 
 def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
@@ -411,11 +412,16 @@ def recorded_counts(index: Index, label: ColumnInfo) -> dict[str, int]:
 
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:
-    """Return `index` with columns of these fields and entries only, read forward from the shards."""
-    builder = ColumnBuilder(places)
-    for _, fields in index.read(np.arange(len(index)), {field for field, _ in places}):
+    """Return `index` with columns of these fields and entries only, read forward from the shards.
+
+    Joined columns are those of the index.
+    """
+    joined = [column for column in index.columns if column.is_joined and column.place in places]
+    stored = [place for place in places if place not in {column.place for column in joined}]
+    builder = ColumnBuilder(stored)
+    for _, fields in index.read(np.arange(len(index)) if stored else [], {f for f, _ in stored}):
         builder.add(fields.items())
-    return index.with_columns(builder.finish())
+    return index.with_columns((*joined, *builder.finish()))
 
 
 def classes_in(data: memoryview, entry: str | None, classes: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from wdstrain.errors import DamageError
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
+from wdstrain.shards.joining import as_cells, joined
 from wdstrain.shards.kinds import ColumnInfo, joined_labels
 from wdstrain.shards.offsets import (
     Ints,
@@ -234,6 +235,10 @@ class Index:
         """
         return self.take(ids_where(self, condition))
 
+    def join(self, table: Any, *, on: str = "key") -> Index:
+        """Return the index with the columns of a table in memory; see `wt.join`."""
+        return cast(Index, joined(self, as_cells(table), on)[0])
+
     def sample(self, amount: float, *, seed: int = 0) -> Index:
         """Return a random choice: a share (float in (0, 1]) or a number of samples (int)."""
         return self.take(sample_ids(len(self), amount, seed))
@@ -285,15 +290,7 @@ class Index:
         names of those to read; None: all. Raises ShardError for a shard that has changed and for
         bytes with another crc32 than the index says, StorageError for a shard that cannot be read.
         """
-        numbers = np.asarray(ids, np.int64)
-        edges = np.flatnonzero(np.diff(self.shard_of(numbers))) + 1
-        for part in np.split(numbers, edges) if len(numbers) else ():
-            shard, members = self.shard_with(int(part[0])), self.offsets.members_of(part, fields)
-            with open_source(shard.path, shard.bytes, expected_state(self, shard)) as source:
-                verified = _verified(self, shard, part, members, source)
-                counts = np.diff(members.first).tolist()
-                for number, count in zip(part.tolist(), counts, strict=True):
-                    yield number, dict(islice(verified, count))
+        return _read(self, np.asarray(ids, np.int64), fields)
 
     # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
     __iter__: ClassVar[None] = None
@@ -301,10 +298,13 @@ class Index:
     @cached_property
     def table(self) -> pa.Table:
         """One row per sample: key, shard, offset and size, those of each field, and the columns."""
-        return pa.Table.from_batches([self.batch()])
+        batch, values = self.batch(), [column.values for column in self.columns]
+        return pa.Table.from_arrays(
+            [*batch.columns[: 4 + 3 * len(self.fields)], *values], batch.schema.names
+        )
 
     def batch(self) -> pa.RecordBatch:
-        """Return `table` as one record batch."""
+        """Return `table` as one record batch, with the rows of values that lie in files."""
         key, *others = self.offsets.rows.columns
         with suppress(pa.ArrowInvalid):  # some key is not UTF-8, and the column stays binary
             key = key.cast(pa.large_string())
@@ -360,6 +360,20 @@ def join(parts: Sequence[Index]) -> Index:
         differing=before | differing,
         is_selection=any(part.is_selection for part in parts),
     )
+
+
+def _read(
+    index: Index, numbers: Ints, fields: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield the fields of samples, shard by shard; see `Index.read`."""
+    edges = np.flatnonzero(np.diff(index.shard_of(numbers))) + 1
+    for part in np.split(numbers, edges) if len(numbers) else ():
+        shard, members = index.shard_with(int(part[0])), index.offsets.members_of(part, fields)
+        with open_source(shard.path, shard.bytes, expected_state(index, shard)) as source:
+            verified = _verified(index, shard, part, members, source)
+            counts = np.diff(members.first).tolist()
+            for number, count in zip(part.tolist(), counts, strict=True):
+                yield number, dict(islice(verified, count))
 
 
 def _verified(

@@ -5,7 +5,8 @@ Two files lie beside the shards. `index.json` is for people and other tools (a s
 their classes, columns, and how the set was made. `index.arrow` is an Arrow IPC file, uncompressed and
 memory-mapped, with one row per sample in shard order: key, shard, offset, size; for each field
 NAME.offset, NAME.size and NAME.crc32 (null if the sample lacks the field; crc32 is also null if no
-data was read); then one column per label or scalar.
+data was read); then one column per label or scalar. That of joined texts and lists holds rows of a
+file that `value_files` writes.
 
 Both files carry the same `id`. `index.arrow` holds a copy of the document, and `index.json` the
 sha256 of `index.arrow`: `changed` compares them, and what one of the files lost is read from the
@@ -18,7 +19,6 @@ Files come from anywhere: each value is checked before it is used.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +27,7 @@ from hashlib import blake2b, sha256
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from wdstrain.errors import ShardError
@@ -40,11 +41,13 @@ from wdstrain.shards.offsets import (
     Ints,
     Offsets,
     arrow_file,
+    as_numpy,
     read_arrow_file,
     table_names,
 )
+from wdstrain.shards.value_files import VALUE_FILE, ValueFile, file_bytes, file_name
 from wdstrain.storage.addresses import INDEX_NAME, beside, check_finished, folder_of
-from wdstrain.storage.files import read_whole, regular, state_of, write_whole
+from wdstrain.storage.files import read_whole, state_of, write_whole
 from wdstrain.storage.remote import is_remote, redacted, shown_path
 
 TABLE_NAME = "index.arrow"
@@ -94,7 +97,7 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
 
 def _files(index: Index, extra: dict[str, Any]) -> tuple[pa.Buffer, dict[str, Any]]:
     """Return (index.arrow, document) of an index. extra: further values of the document."""
-    batch = index.batch()
+    batch, columns = index.batch(), [column.row for column in index.columns]
     shards = [
         {
             "url": s.name,
@@ -107,12 +110,12 @@ def _files(index: Index, extra: dict[str, Any]) -> tuple[pa.Buffer, dict[str, An
     ]
     own = {
         "version": VERSION,
-        "id": _identity(batch),
+        "id": _identity(batch, columns),
         "table": TABLE_NAME,
         "samples": len(index),
         "fields": list(index.fields),
         "labels": [label.row for label in index.labels],
-        "columns": [column.row for column in index.columns],
+        "columns": columns,
         "info": index.info,
     }
     document = {
@@ -125,9 +128,10 @@ def _files(index: Index, extra: dict[str, Any]) -> tuple[pa.Buffer, dict[str, An
     return arrow_file(batch, f"{own['id']}\n".encode() + json_bytes(document)), document
 
 
-def _identity(batch: pa.RecordBatch) -> str:
-    """Return a short hash of the rows of an index."""
-    return blake2b(arrow_file(batch), digest_size=8).hexdigest()
+def _identity(batch: pa.RecordBatch, columns: Any) -> str:
+    """Return a short hash of the rows of an index. columns: as index.json lists them."""
+    files = "".join(column.get("file", "") for column in columns)
+    return blake2b(arrow_file(batch, files.encode()), digest_size=8).hexdigest()
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -196,8 +200,11 @@ def changed(path: str) -> str:
     """
     with refusing(path):
         document = parsed(read_whole(path) or b"")
-        table = _table_bytes(beside(path, TABLE_NAME))
+        table = file_bytes(beside(path, TABLE_NAME))
         copy, own = parsed(read_arrow_file(table)[1].partition(b"\n")[2]), document["wdstrain"]
+        for row in own["columns"]:
+            if "file" in row and row["file"] != file_name(beside(path, row["file"])):
+                return f"names {row['file']}, which was changed after it was written"
         is_older = own["id"] != copy["wdstrain"]["id"]
         own["id"] = copy["wdstrain"]["id"]
         if own.pop("sha256", "") != sha256(table).hexdigest() and not is_older:
@@ -290,27 +297,17 @@ def _of_table(table: str, document: Any, base: str, data: Any = None) -> tuple[I
     that. base: an address in the folder of the shards. Raises one of FORMAT_ERRORS for a table that
     is damaged.
     """
-    batch, own = read_arrow_file(_table_bytes(table) if data is None else data)
+    batch, own = read_arrow_file(file_bytes(table) if data is None else data)
     identity, _, text = own.partition(b"\n")
     if document is None or document["wdstrain"]["id"].encode() != identity:
+        document = parsed(text or b"null")
         _require(
-            text and _identity(batch).encode() == identity,
+            document and _identity(batch, document["wdstrain"]["columns"]).encode() == identity,
             f"{redacted(table)} belongs to another index.json",
         )
-        document = parsed(text)
     index = _listed(document, base)
     with refusing(table):
         return _with_rows(index, batch), document
-
-
-def _table_bytes(path: str) -> Any:
-    """Return the bytes of an index.arrow; a local file is mapped."""
-    if not is_remote(path):
-        with open(path, "rb", opener=regular) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    data = read_whole(path)
-    _require(data is not None, f"{redacted(path)} is not there")
-    return data
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -332,7 +329,8 @@ def _listed(document: Any, path: str) -> Index:
         Column(
             *(row["name"], row["kind"], row["field"], row["entry"]),
             is_label=False,
-            values=pa.nulls(0, KINDS[row["kind"]].arrow),
+            files=_value_files(row, path),
+            stored=pa.nulls(0, pa.int64() if "file" in row else KINDS[row["kind"]].arrow),
         )
         for row in own["columns"]
     ]
@@ -350,6 +348,13 @@ def _listed(document: Any, path: str) -> Index:
     offsets = Offsets.of_arrays(fields, [pa.nulls(0, kind) for kind in kinds], columns)
     shards = tuple(_shard(row, path) for row in document["shardlist"])
     return Index(shards, offsets, labels, dict(own["info"]))
+
+
+def _value_files(row: dict[str, Any], path: str) -> tuple[ValueFile, ...]:
+    """Return the file of a joined column that lies beside the index. Raises ValueError."""
+    name = row.get("file", "")
+    _require(not name or VALUE_FILE.fullmatch(name), f"its file {name!r:.80} is no column")
+    return (ValueFile(beside(path, name), row["rows"]),) if name else ()
 
 
 def _shard(row: dict[str, Any], path: str) -> Shard:
@@ -407,6 +412,13 @@ def _with_rows(index: Index, batch: pa.RecordBatch) -> Index:
             not column.classes or column.classes == classes.get(column.place, column.classes),
             f"the classes of {column.name!r} are others in index.arrow",
         )
+        for file in column.files:
+            # Opened now, so that a running loader keeps it.
+            count = file.count if is_remote(file.path) else len(file.chunks)
+            _require(
+                (as_numpy(column.stored.drop_null()).view(np.uint64) < count).all(),
+                f"a value of {column.name!r} lies outside its file",
+            )
     _check_extents(index)
     return index
 

@@ -11,7 +11,12 @@ integer   int64                          whole numbers
 number    float64                        numbers
 multi     list<string>                   lists of names
 text      string                         texts of at most 256 characters
+vector    lists of float                 lists of numbers in a joined column
 mask      no column                      images of class numbers
+
+A joined column (`wt.join`) comes from a table and not from the samples. Its field is "", its entry is
+its name. Its texts, of any length, and its lists of numbers lie in files of their own: the index holds
+the row of each sample there.
 
 Text, JSON, `.npy` arrays, and entries of JSON documents are parsed and never unpickled: a shard is
 data, not code.
@@ -34,6 +39,7 @@ import pyarrow as pa
 
 from wdstrain.errors import SampleError
 from wdstrain.report.printing import counted
+from wdstrain.shards.value_files import ValueFile
 
 Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
 
@@ -60,7 +66,7 @@ class ColumnInfo:
 
     field: of the samples. entry: of its JSON document, or None. classes: names in the order of their
     numbers. is_label: a training target. A label may lack a column, as a mask does. ignored: number
-    of the pixels of masks that have no class, beside 255.
+    of the pixels of masks that have no class, beside 255. files: of a column whose values lie apart.
     """
 
     name: str
@@ -70,6 +76,7 @@ class ColumnInfo:
     classes: tuple[str, ...] = ()
     is_label: bool = True
     ignored: int | None = None
+    files: tuple[ValueFile, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -77,9 +84,16 @@ class ColumnInfo:
         return self.field, self.entry
 
     @property
+    def is_joined(self) -> bool:
+        """Whether its values come from a table, and no field of the samples holds them."""
+        return not self.field
+
+    @property
     def stored_as(self) -> str:
         """Where its value is stored, as conditions and `index --columns` name it: `json.kind`."""
-        return self.field if self.entry is None else f"{self.field}.{self.entry}"
+        if self.entry is None or self.is_joined:
+            return self.entry or self.field
+        return f"{self.field}.{self.entry}"
 
     @property
     def is_class(self) -> bool:
@@ -328,6 +342,7 @@ KINDS = {
         can_be_label=True,
     ),
     "text": Kind("a text", pa.string(), str, read=text_of),
+    "vector": Kind("a list of numbers", pa.large_list(pa.float32()), dtype="float32"),
     "mask": Kind("masks", None, dtype="int64", can_be_label=True),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }

@@ -76,7 +76,7 @@ class Offsets:
         Raises ShardError for more fields than an index can have.
         """
         check_field_count(len(fields))
-        arrays = [*arrays, *(column.values for column in columns)]
+        arrays = [*arrays, *(column.stored for column in columns)]
         rows = pa.RecordBatch.from_arrays(arrays, names=list(map(str, range(len(arrays)))))
         return cls(tuple(fields), rows, tuple(column.info for column in columns))
 

@@ -169,7 +169,7 @@ def group_codes(index: Samples, name: str) -> Ints:
     Each sample without a value has a number of its own.
     """
     values = column_values(index, name)
-    if pa.types.is_list(values.type):
+    if pa.types.is_nested(values.type):
         raise UsageError(f"column {name!r} holds lists. Group by a column of single values.")
     if pa.types.is_floating(values.type):
         values = pc.add(values, 0.0)  # -0.0 equals 0.0

@@ -172,7 +172,7 @@ def _with_some_classes(index: Index, name: str | None, classes: Sequence[str]) -
     names = pa.array(classes, pa.string())
     numbers = pc.index_in(column.values.cast(pa.string()), names)
     values = pa.DictionaryArray.from_arrays(numbers, names).cast(column.values.type)
-    own = replace(column, classes=tuple(classes), values=values)
+    own = replace(column, classes=tuple(classes), stored=values, files=())
     columns = [own if other.place == own.place else other for other in index.columns]
     index = replace(index.with_columns(columns), labels=(replace(label, classes=own.classes),))
     return index.take(np.flatnonzero(numbers.is_valid()))
@@ -185,7 +185,8 @@ def with_task_labels(index: Index, task: Task, config: Config) -> Index:
     without class names may be another class than the model's.
     """
     is_declared = config.label is None or bool(index.labels or index.differing)
-    targets = [head.target for head in task.heads if head.target.field in index.fields]
+    fields = ("", *index.fields)  # "" is the field of joined columns
+    targets = [head.target for head in task.heads if head.target.field in fields]
     for target in targets:
         if target.kind == "mask":
             index = _with_masks(index, target.field, target.classes, target.ignored)
@@ -306,7 +307,7 @@ def label_column(index: Index, label: ColumnInfo, most: int | None = None) -> Co
     """
     wanted = (label.place, label.kind)
     column = next((own for own in index.columns if (own.place, own.kind) == wanted), None)
-    if column is not None and len(column) and (most is None or not column.values.null_count):
+    if column is not None and len(column) and (most is None or not column.stored.null_count):
         return column
     if reason := index.disagreement(*label.place):  # a number means another class in each set
         raise UsageError(f"{reason}.", "Pack the sets with one numbering.")

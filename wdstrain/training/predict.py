@@ -88,7 +88,8 @@ def check_table(path: str, distributed: DistributedContext) -> None:
 def _true_columns(index: Index, setup: Setup) -> dict[str, pa.Array]:
     """Return the values of the labels by name; of shards without or with other labels none."""
     heads = setup.task.heads
-    if setup.task.is_dense or not any(head.target.field in index.fields for head in heads):
+    places = {*index.fields, *(column.field for column in index.columns)}
+    if setup.task.is_dense or not any(head.target.field in places for head in heads):
         return {}
     try:
         labeled = with_task_labels(index, setup.task, setup.config)

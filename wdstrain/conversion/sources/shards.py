@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import (
     BadSample,
     Sample,
@@ -27,9 +28,11 @@ from wdstrain.conversion.listing import (
 )
 from wdstrain.conversion.options import Path, TarsOptions
 from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
+from wdstrain.shards.columns import Column
 from wdstrain.shards.declare import with_columns_of
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import find_document
+from wdstrain.shards.kinds import parsed_json
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
@@ -53,11 +56,12 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
             "classes.",
             "Convert each set by itself, or drop the field of the label.",
         )
-    labels = [label for label in index.labels if label.field in names]
+    labels = [label for label in index.labels if label.is_joined or label.field in names]
     ignored = Counter[str](index.info.get("ignored", {}) if "made" in index.info else {})
     index = _chosen(index, options, ignored)
     splits = {shard.name: shard.split or split_of(shard.name) for shard in index.shards}
-    renamed = tuple(replace(label, field=names[label.field]) for label in labels)
+    joined = [column for column in index.columns if column.is_joined]
+    renamed = tuple(replace(label, field=names.get(label.field, "json")) for label in labels)
     stratum = next((label for label in labels if label.is_class), None)
 
     def entries() -> Iterator[Sample | BadSample]:
@@ -68,6 +72,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                 yield BadSample(shard.shown, 0, key, fields)
                 continue
             kept = [(names[field], data) for field, data in fields.items() if field in names]
+            kept = _with_joined(kept, joined, number)
             value = None if column is None else column.values[number].as_py()
             kind = "" if value is None else str(value)
             yield Sample(key, kept, splits[shard.name], stratum=kind)
@@ -88,6 +93,27 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         resplit=True,
         stratum=stratum.name if stratum else "",
     )
+
+
+def _with_joined(
+    parts: list[tuple[str, Any]], joined: Sequence[Column], number: int
+) -> list[tuple[str, Any]]:
+    """Return the fields of a sample with its values in joined columns.
+
+    Lists of numbers are NAME.npy, and other values entries of the field json.
+    """
+    values = [(column, column.take([number])[0].as_py()) for column in joined]
+    arrays = [
+        (f"{c.name}.npy", np.array(v, "f4"))
+        for c, v in values
+        if v is not None and c.kind == "vector"
+    ]
+    entries = {c.name: v for c, v in values if v is not None and c.kind != "vector"}
+    document = parsed_json(dict(parts).get("json", b"{}")) if entries else {}
+    if not isinstance(document, dict):
+        raise SampleError(f"its json is no object that could hold the columns {[*entries]}")
+    documents = [("json", document | entries)] if entries else []
+    return [*(dict(parts) | dict(encode(*part) for part in [*arrays, *documents])).items()]
 
 
 def _chosen(index: Index, options: TarsOptions, ignored: Counter[str]) -> Index:

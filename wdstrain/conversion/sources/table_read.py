@@ -129,7 +129,7 @@ class Table:
 def _batches(part: Part, stored: list[str]) -> Iterator[Any]:
     """Yield batches as long as those of the rows of a part. stored: columns to read in them."""
     if stored:
-        yield from _parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
+        yield from open_parquet(part.path).iter_batches(_IMAGE_BATCH, columns=stored)
     else:
         yield from (part.rows[at : at + BATCH] for at in range(0, len(part.rows), BATCH))
 
@@ -226,12 +226,13 @@ def _arrow_part(path: str, table: pa.Table, schema: pa.Schema | None = None) -> 
 
 def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
     """Yield the rows of a Parquet file. Columns that may hold images are read later."""
-    file = _parquet(path)
+    file = open_parquet(path)
     names = [field.name for field in file.schema_arrow if "binary" not in str(field.type)]
     yield _arrow_part(path, file.read(columns=names).select(names), file.schema_arrow)
 
 
-def _parquet(path: str) -> pq.ParquetFile:
+def open_parquet(path: str) -> pq.ParquetFile:
+    """Return a Parquet file, local or on a server."""
     source = gopen(path) if is_remote(path) else path
     return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
 

@@ -1,0 +1,379 @@
+"""Columns that join a finished set from a table."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import picture, quick_and_slow
+from tests.support.servers import serving
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, UsageError
+
+COUNT = 30
+KINDS = ("cat", "dog", "owl")
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed set, and one with all joined columns and two labels."""
+    folder = tmp_path_factory.mktemp("sets")
+    samples = (
+        {"__key__": f"k{n:02d}", "png": picture(n), "json": {"n": n, "side": n % 2}}
+        for n in range(COUNT)
+    )
+    wt.pack(samples, folder / "set", max_shard_samples=8, split={"train": 0.8, "val": 0.2})
+    shutil.copytree(folder / "set", folder / "joined")
+    wt.join(folder / "joined", table())
+    for name in ("kind", "tags"):
+        wt.index(folder / "joined", label=name)
+    return folder
+
+
+@pytest.fixture
+def out(bases: Path, tmp_path: Path) -> str:
+    return str(shutil.copytree(bases / "set", tmp_path / "set"))
+
+
+@pytest.fixture
+def joined(bases: Path, tmp_path: Path) -> str:
+    return str(shutil.copytree(bases / "joined", tmp_path / "joined"))
+
+
+def row(n: int) -> dict[str, Any]:
+    return {
+        "key": f"k{n:02d}",
+        "caption": f"number {n}, größer" + " and more" * (n * 9),
+        "score": n / 8,
+        "age": n,
+        "good": n % 2 == 0,
+        "kind": KINDS[n % 3],
+        "tags": ["a", "b"][: n % 3],
+        "embedding": [n / 2, -1.0, float(n)],
+    }
+
+
+def table(numbers: Any = range(COUNT)) -> list[dict[str, Any]]:
+    return [row(n) for n in reversed(numbers)]
+
+
+def values(index: wt.Index, name: str) -> dict[str, Any]:
+    """Return the values of a column by key."""
+    column = next(column for column in index.columns if column.name == name)
+    return dict(zip(index.keys(np.arange(len(index))), column.values.to_pylist(), strict=True))
+
+
+def expected(name: str, numbers: Any = range(COUNT)) -> dict[str, Any]:
+    return {f"k{n:02d}": row(n)[name] if n in numbers else None for n in range(COUNT)}
+
+
+def written(folder: Path, form: str) -> Any:
+    """Return the table as it is written in a form, or in memory."""
+    rows, path, made = table(), folder / f"table.{form}", pa.Table.from_pylist(table())
+    forms = {"pandas": pd.DataFrame(rows, index=range(7, 7 + COUNT)), "rows": rows, "Arrow": made}
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    elif form == "csv":
+        pd.DataFrame(rows).drop(columns=["tags", "embedding"]).to_csv(path, index=False)
+    elif form == "parquet":
+        pq.write_table(made, path, row_group_size=7)
+    elif form == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, made.schema) as writer:
+            writer.write_table(made, max_chunksize=4)
+    return forms.get(form, str(path))
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "arrow", "pandas", "rows", "Arrow"])
+def test_each_form_of_table_gives_every_sample_the_value_of_its_row(
+    out: str, tmp_path: Path, form: str
+) -> None:
+    shards = {path.name: path.read_bytes() for path in Path(out).glob("*.tar")}
+    before = wt.open(out)
+    done = wt.join(out, written(tmp_path, form))
+    assert (done.samples, done.matched, done.unknown) == (COUNT, COUNT, 0)
+    assert done.columns == dict.fromkeys(done.columns, 0)
+    assert row(0).keys() - done.columns - {"key"} in ({"tags", "embedding"}, set())
+    for name in done.columns:
+        assert values(wt.open(out), name) == expected(name)
+    assert {path.name: path.read_bytes() for path in Path(out).glob("*.tar")} == shards
+    assert wt.verify(out).ok
+    if form in ("pandas", "rows", "Arrow"):
+        in_memory = before.join(written(tmp_path, form))
+        kept = {key: value for key, value in expected("caption").items() if key > "k16"}
+        assert values(in_memory.where("score > 2"), "caption") == kept
+    assert [column.name for column in before.columns] == ["n", "side"]
+
+
+def test_rows_are_counted_and_samples_without_one_have_no_value(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scores.csv"
+    path.write_text("key,score,note\nk03,1.5,\nk05,2.5,good\nx1,9,\nx2,9,bad\n")
+    assert main(["join", out, str(path), "--on", "key", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["matched"], report["unknown"], report["unknown_keys"]) == (
+        2,
+        2,
+        ["'x1'", "'x2'"],
+    )
+    assert report["columns"] == {"score": COUNT - 2, "note": COUNT - 1}
+    assert main(["join", out, str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"2 of {COUNT} samples" in shown
+    assert "2 rows of the table: 'x1', 'x2'" in shown
+    assert f"replaced, {COUNT - 2} samples have no value" in shown
+    assert {k for k, v in values(wt.open(out), "score").items() if v is not None} == {"k03", "k05"}
+
+
+def test_any_unique_column_names_the_samples(out: str) -> None:
+    wt.join(out, [{"n": n, "square": n * n} for n in range(COUNT)], on="n")
+    assert values(wt.open(out), "square") == {f"k{n:02d}": n * n for n in range(COUNT)}
+
+
+def test_readers_keep_a_replaced_column_which_stays_until_the_next_change(joined: str) -> None:
+    former, names = wt.open(joined), set(Path(joined).glob("column-*"))
+    fields = {"caption": wt.text("caption"), "v": wt.array("embedding")}
+    batches = iter(wt.Loader(former, fields, batch_size=3))
+    next(batches)
+    rows = [{"key": f"k{n:02d}", "caption": "new", "embedding": [0.5]} for n in range(4)]
+    assert wt.join(joined, rows).replaced == ["caption", "embedding"]
+    assert values(pickle.loads(pickle.dumps(former)), "caption") == expected("caption")
+    assert len(names.intersection(Path(joined).glob("column-*"))) == 2
+    wt.join(joined, [{"key": "k01", "score": 7}])
+    assert not names.intersection(Path(joined).glob("column-*"))
+    for batch in batches:
+        assert batch["caption"] == [row(int(key[1:]))["caption"] for key in batch["__key__"]]
+        assert batch["v"].shape[1] == 3
+    new = {f"k{n:02d}": "new" if n < 4 else None for n in range(COUNT)}
+    assert values(wt.open(joined), "caption") == new
+    assert values(wt.open(joined).where("score == 7"), "embedding") == {"k01": [0.5]}
+    assert wt.verify(joined).ok
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fields_read_joined_columns(joined: str, workers: int) -> None:
+    wt.join(joined, [{"key": f"k{n:02d}", "path": list(range(n % 3))} for n in range(COUNT)])
+    fields = {
+        "image": wt.image(size=8),
+        "caption": wt.text("caption"),
+        "score": wt.number("score"),
+        "age": wt.number("age", dtype="float64"),
+        "kind": wt.label("kind"),
+        "tags": wt.label("tags"),
+        "vector": wt.array("embedding"),
+        "path": wt.array("path"),
+    }
+    options: Row = {"batch_size": 4, "num_workers": workers, "split": "train", "tail": "keep"}
+    loader = wt.Loader(joined, fields, **options)
+    for batch in loader:
+        rows = [row(int(key[1:])) for key in batch["__key__"]]
+        assert batch["caption"] == [row["caption"] for row in rows]
+        assert batch["score"].tolist() == [row["score"] for row in rows]
+        assert batch["age"].dtype == torch.float64
+        assert [KINDS[number] for number in batch["kind"]] == [row["kind"] for row in rows]
+        assert batch["tags"].sum(1).tolist() == [len(row["tags"]) for row in rows]
+        assert batch["vector"].dtype == torch.float32
+        assert batch["vector"].tolist() == [row["embedding"] for row in rows]
+        paths = [list(range(row["age"] % 3)) for row in rows]
+        assert [path.tolist() for path in batch["path"]] == paths
+    loader.close()
+
+
+def test_columns_select_weigh_balance_and_split_samples(joined: str) -> None:
+    index = wt.open(joined)
+    chosen = index.where("good and kind != 'owl' and caption.startswith('number 1')")
+    assert values(chosen, "age").keys() == {"k10", "k12", "k16", "k18"}
+    options: tuple[Row, ...] = ({"weights": "score"}, {"balance": "kind"}, {"where": "age < 12"})
+    for option in options:
+        loader = wt.Loader(joined, {"age": wt.number("age")}, split="train", batch_size=6, **option)
+        assert next(iter(loader))["age"].shape == (6,)
+    parts = index.split({"a": 0.5, "b": 0.5}, stratify="kind", by="age")
+    assert {name: len(part) for name, part in parts.items()} == {"a": 15, "b": 15}
+
+
+def test_every_view_of_a_set_knows_its_columns(joined: str) -> None:
+    info = wt.info(joined)
+    assert {column.name for column in info.columns} >= row(0).keys() - {"key"}
+    assert [label.name for label in info.labels] == ["kind", "tags"]
+    assert "number 3, größer" in repr(wt.peek(joined, n=COUNT))
+    wt.index(joined)  # again, from the headers
+    assert values(wt.open(joined), "embedding") == expected("embedding")
+    wt.join(joined, [{"key": "k00", "mood": "sad"}, {"key": "k01", "mood": "gay"}])
+    assert main(["index", joined, "--label", "mood", "--classes", "gay,sad"]) == 0
+    label = wt.open(joined).labels[-1]
+    assert (label.name, label.kind, label.classes) == ("mood", "class", ("gay", "sad"))
+
+
+def test_a_packed_copy_holds_the_columns_in_its_samples(joined: str, tmp_path: Path) -> None:
+    copy = str(tmp_path / "copy")
+    wt.join(joined, table(range(20)))
+    wt.convert_tars(joined, copy)
+    index = wt.open(copy)
+    assert not list(Path(copy).glob("column-*"))
+    for name in ("score", "age", "good", "kind", "tags"):
+        assert values(index, name) == expected(name, range(20))
+    assert [label.classes for label in index.labels] == [KINDS, ("a", "b")]
+    document = json.loads(index["k07"]["json"])
+    assert (document["caption"], document["n"]) == (row(7)["caption"], 7)
+    assert {"embedding.npy"} == index["k07"].keys() - index["k25"].keys()
+
+
+def test_samples_that_come_and_go_keep_their_values(joined: str) -> None:
+    wt.remove(joined, where="age < 3")
+    new = {"__key__": "z", "png": picture(1), "json": {"n": 99, "side": 0}}
+    wt.pack([new], joined, split={"train": 1.0}, append=True)
+    for name in ("caption", "kind", "embedding"):
+        kept = {key: value for key, value in expected(name).items() if key > "k02"}
+        assert values(wt.open(joined), name) == kept | {"z": None}
+    assert wt.verify(joined).ok
+
+
+def test_a_field_of_a_column_with_missing_values_names_the_samples_to_leave_out(out: str) -> None:
+    wt.join(out, table(range(20)))
+    for name, field in (("caption", wt.text("caption")), ("embedding", wt.array("embedding"))):
+        with pytest.raises(UsageError, match=rf"the column {name}.* 10 of 30 .*`{name}` is not"):
+            next(iter(wt.Loader(wt.open(out), {"field": field}, batch_size=2)))
+        chosen = wt.open(out).where(f"{name} is not None")
+        assert len(list(wt.Loader(chosen, {"field": field}, batch_size=2))) == 10
+    with pytest.raises(UsageError, match="caption, a text, does not give every sample a number"):
+        next(iter(wt.Loader(chosen, {"f": wt.number("caption")}, batch_size=2)))
+
+
+REFUSED: list[tuple[list[Row], str, str]] = [
+    ([{"key": "x", "a": 1}, {"key": "y", "a": 2}], "key", "none of 2 keys .*'x', 'y'.*such as 'k"),
+    ([{"key": "k01", "a": 1}, {"key": "k01", "a": 2}], "key", "1 keys are in several rows.*'k01'"),
+    ([{"id": "k01", "a": 1}], "key", "the table has the columns id, a: it needs 'key'"),
+    ([{"key": "k01"}], "key", "needs 'key', which names the samples, and another one"),
+    ([{"key": 1.5, "a": 1}], "key", "keys are texts or whole numbers"),
+    ([{"key": "k01", "a": {"x": 1}}], "key", "'a' of the table has the type struct"),
+    ([{"key": "k01", "a": [[1], [2]]}], "key", "'a' of the table has the type list"),
+    ([{"key": "k01", "a": b"123"}], "key", "'a' of the table has the type binary"),
+    ([{"key": "k01", "a": None}], "key", "'a' of the table has the type null"),
+    ([{"key": "k01", "a": [1.0, None]}], "key", "lists with empty items"),
+    ([{"key": "k01", "a": 1}, {"key": "k02", "a": "x"}], "key", "hold values of one type"),
+    ([{"key": "k01", "size": 1}], "key", "'size' .*: the samples or the index use"),
+    ([{"key": "k01", "png": 1}], "key", "'png' .*: the samples or the index use"),
+    ([{"key": "k01", "side": 1}], "key", "'side' .*: the samples or the index use"),
+    ([{"key": "k01", "json.x": 1}], "key", "means an entry"),
+    ([{"key": "k01", "kind": "cow"}], "key", "do not fit the label .* 3 classes: cat, dog, owl"),
+    ([{"key": "k01", "a": 1}], "color", "it needs 'color'"),
+    ([{"side": 0, "color": "red"}], "side", "several samples have the same value"),
+    ([], "key", "it needs 'key'"),
+]
+
+
+@pytest.mark.parametrize(("rows", "on", "message"), REFUSED)
+def test_a_table_that_does_not_fit_is_refused_and_the_set_stays(
+    joined: str, rows: list[Row], on: str, message: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in Path(joined).iterdir()}
+    with pytest.raises(UsageError, match=message):
+        wt.join(joined, rows, on=on)
+    assert {path.name: path.read_bytes() for path in Path(joined).iterdir()} == before
+
+
+def killed(out: str, moment: int, count: Any) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.rename", "os.remove") and out in str(arguments):
+            count.value += 1
+            if count.value > moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    wt.join(out, table())
+
+
+def joined_until(out: str, moment: int) -> int | None:
+    """Join in a process that is killed before one of its renames and deletions; None if it was."""
+    context = multiprocessing.get_context("fork")
+    count = context.Value("q", 0)
+    child = context.Process(target=killed, args=(out, moment, count))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return int(count.value) if child.exitcode == 0 else None
+
+
+@pytest.mark.parametrize("every", quick_and_slow([False, True], 1))
+def test_a_join_killed_at_any_moment_leaves_the_old_or_the_new_columns(
+    out: str, tmp_path: Path, every: bool
+) -> None:
+    wt.join(out, [{"key": f"k{n:02d}", "score": -1.0} for n in range(COUNT)])
+    whole = str(shutil.copytree(out, tmp_path / "whole"))
+    total = joined_until(whole, 1 << 30)
+    assert total is not None
+    seen = set()
+    for moment in range(total) if every else range(0, total, 4):
+        place = str(shutil.copytree(out, tmp_path / str(moment)))
+        assert joined_until(place, moment) is None
+        index = wt.open(place)
+        is_new = values(index, "score") == expected("score")
+        assert is_new or set(values(index, "score").values()) == {-1.0}
+        assert is_new == any(column.name == "caption" for column in index.columns)
+        seen.add(is_new)
+        wt.join(place, table())
+        assert sorted(os.listdir(place)) == sorted(os.listdir(whole))
+        assert wt.verify(place).ok
+        assert values(wt.open(place), "caption") == expected("caption")
+    assert seen == {False, True}
+
+
+def test_columns_of_a_server_are_fetched_when_they_are_read(joined: str, tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        url = f"{served.url}/joined/index.json"
+        for name in ("embedding", "score"):
+            served.sent.clear()
+            fields = {"value": wt.array(name) if name == "embedding" else wt.number(name)}
+            batch = next(iter(wt.Loader(url, fields, batch_size=4, split="train")))
+            rows = [row(int(key[1:]))[name] for key in batch["__key__"]]
+            assert batch["value"].tolist() == rows
+            assert len({path for path, _ in served.sent if "column-" in path}) == (name != "score")
+        index = wt.open(url)
+        wt.join(joined, [{"key": "k01", "caption": "new", "embedding": [1]}])
+        assert values(index, "caption") == expected("caption")
+        with pytest.raises(UsageError, match="only a set on a disk or in a bucket"):
+            wt.join(url, table())
+        for path in Path(joined).glob("column-*"):
+            path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+        with pytest.raises(ShardError, match="column-.* is damaged"):
+            values(wt.open(url), "caption")
+
+
+@pytest.mark.parametrize("damage", ["missing", "other"])
+def test_a_damaged_column_is_an_error_or_a_finding(out: str, damage: str) -> None:
+    wt.join(out, [{key: row(n)[key] for key in ("key", "caption")} for n in range(COUNT)])
+    (path,) = Path(out).glob("column-*")
+    if damage == "other":
+        path.write_bytes(path.read_bytes().replace(b"number 7,", b"number 8,"))
+        assert any("column-" in str(finding) for finding in wt.verify(out).findings)
+        return
+    path.unlink()
+    with pytest.raises(ShardError, match="column-"):
+        wt.open(out)
+
+
+def test_a_model_learns_a_joined_column(out: str, tmp_path: Path) -> None:
+    wt.join(out, table())
+    options: Row = {"epochs": 1, "batch_size": 8, "image_size": 32, "device": "cpu"}
+    wt.train(f"{out}", out=str(tmp_path / "run"), model="resnet18", label="kind", **options)
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "last.pt")
+    wt.predict(checkpoint, f"{out}/train-*.tar", out=str(tmp_path / "predicted.csv"))
+    predicted = pd.read_csv(tmp_path / "predicted.csv", dtype=str)
+    assert len(predicted) == len(wt.open(f"{out}/train-*.tar"))
+    assert set(predicted["kind_true"]) == set(KINDS)
