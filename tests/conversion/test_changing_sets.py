@@ -360,10 +360,8 @@ def test_removed_samples_are_absent_and_other_shards_keep_their_bytes(
     assert json.loads(capsys.readouterr().out)["removed"] == 5
     assert contents(tmp_path) == contents(f"{tmp_path}/train-*.tar") == expected(range(5, 12))
     assert files_of(tmp_path)["train-000002.tar"] == before["train-000002.tar"]
-    assert sorted(path.name for path in tmp_path.glob("*.tar")) == [
-        "train-000002.tar",
-        "train-000003.tar",
-    ]
+    names = sorted(path.name for path in tmp_path.glob("*.tar"))
+    assert names == ["train-000002.tar", "train-000003.tar"]
     index = wt.open(tmp_path)
     assert index.info["samples"] == {"train": {"cat": 3, "dog": 4}}
     assert index.info["removed"] == [{"count": 5, "where": "n < 5"}]
@@ -646,13 +644,8 @@ def test_random_changes_match_an_independent_model(tmp_path: Path, seed: int) ->
         if choice.random() < 0.5:
             new = [unused.pop() for _ in range(choice.randint(1, 15))]
             split_ = choice.choice([split, None])
-            packed(
-                out,
-                new,
-                append=True,
-                split=split_ if len(new) > 9 else None,
-                seed=choice.randint(0, 3),
-            )
+            seed_, split_ = choice.randint(0, 3), split_ if len(new) > 9 else None
+            packed(out, new, append=True, split=split_, seed=seed_)
             model |= set(new)
         elif choice.random() < 0.5:
             removed_keys = choice.sample(sorted(model), choice.randint(1, len(model) // 2))
@@ -667,14 +660,10 @@ def test_random_changes_match_an_independent_model(tmp_path: Path, seed: int) ->
     assert sorted(index.table["n"].to_pylist()) == sorted(model)
     assert wt.verify(out).ok
     assert sum(sum(counts.values()) for counts in index.info["samples"].values()) == len(model)
-    assert sum(counts.get("dog", 0) for counts in index.info["samples"].values()) == sum(
-        n % 2 for n in model
-    )
-    assert {path.name for path in out.iterdir()} == {
-        *(shard.name for shard in index.shards),
-        "index.json",
-        "index.arrow",
-    }
+    dogs = sum(counts.get("dog", 0) for counts in index.info["samples"].values())
+    assert dogs == sum(n % 2 for n in model)
+    shards = {shard.name for shard in index.shards}
+    assert {path.name for path in out.iterdir()} == shards | {"index.json", "index.arrow"}
 
 
 def check_two_writers(folder: Path, first: int, again: str) -> None:

@@ -50,17 +50,9 @@ class Changing:
         with pytest.MonkeyPatch.context() as patch:
             for module in (builtins, os):
                 patch.setattr(module, "open", self._watched(module.open))
-            return attempt(
-                lambda: wt.convert_table(
-                    self._path,
-                    self._out,
-                    image="file",
-                    label="kind",
-                    num_workers=1,
-                    overwrite=True,
-                    progress=self._moment,
-                )
-            )
+            options: dict[str, Any] = {"image": "file", "label": "kind", "overwrite": True}
+            options |= {"num_workers": 1, "progress": self._moment}
+            return attempt(lambda: wt.convert_table(self._path, self._out, **options))
 
     def check(self, result: wt.Index | str) -> None:
         """Check that the samples are those of one version, or that an error names the table."""

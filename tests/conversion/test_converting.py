@@ -91,14 +91,13 @@ def test_a_stream_and_a_list_of_the_same_samples_give_the_same_bytes(
 ) -> None:
     """The external shuffle orders as the shuffle of a list does."""
     index, classes = photos("list", max_shard_samples=7), list(CLASSES)
-    samples = (
-        {
-            "__key__": f"{path.parent.name}/{path.stem}",
-            "jpg": path.read_bytes(),
-            "cls": classes.index(path.parent.name),
-        }
-        for path in sorted(photos.root.rglob("*.jpg"))
-    )
+
+    def sample(path: Path) -> dict[str, Any]:
+        kind = path.parent.name
+        key, number = f"{kind}/{path.stem}", classes.index(kind)
+        return {"__key__": key, "jpg": path.read_bytes(), "cls": number}
+
+    samples = map(sample, sorted(photos.root.rglob("*.jpg")))
     wt.pack(samples, tmp_path / "stream", max_shard_samples=7, classes=classes)
     for shard in index.shards:
         assert (tmp_path / "stream" / shard.name).read_bytes() == Path(shard.path).read_bytes()
@@ -434,16 +433,10 @@ def test_a_video_or_heic_with_an_image_extension_is_bad(tmp_path: Path) -> None:
         return (8 + len(words)).to_bytes(4, "big") + b"ftyp" + words + b"avifavif" * 60
 
     write_class_folder(tmp_path / "in", {"a": 1}, "jpg")
-    good = {
-        "1.avif": boxes(b"avif", b"mif1"),
-        "2.avif": boxes(b"mif1", b"miaf", b"avif"),
-        "3.avif": boxes(b"avis"),
-    }
-    bad = {
-        "clip.jpg": boxes(b"isom", b"isom", b"mp41"),
-        "phone.jpg": boxes(b"heic", b"mif1", b"heic"),
-        "x.jpg": b"\0\0\0\x08ftyp",
-    }
+    good = {"1.avif": boxes(b"avif", b"mif1"), "2.avif": boxes(b"mif1", b"miaf", b"avif")}
+    good["3.avif"] = boxes(b"avis")
+    bad = {"clip.jpg": boxes(b"isom", b"isom", b"mp41"), "x.jpg": b"\0\0\0\x08ftyp"}
+    bad["phone.jpg"] = boxes(b"heic", b"mif1", b"heic")
     for name, data in (good | bad).items():
         (tmp_path / "in" / "a" / name).write_bytes(data)
     index = wt.convert_folder(tmp_path / "in", tmp_path / "out", on_error="skip")

@@ -19,23 +19,8 @@ import wdstrain as wt
 from tests.conftest import picture
 from tests.support.drawn_cases import check_block
 
-_TEXTS = [
-    "",
-    "x",
-    'a "q" b',
-    "two\nlines",
-    "a,b;c\td",
-    "Ünï ☃",
-    "'",
-    "n" * 3000,
-    "007",
-    "1e5x",
-    "NA",
-    "[1]",
-    "{}",
-    "a|b",
-    "\\n",
-]
+_TEXTS = ["", "x", 'a "q" b', "two\nlines", "a,b;c\td", "Ünï ☃", "'", "n" * 3000, "007", "1e5x"]
+_TEXTS += ["NA", "[1]", "{}", "a|b", "\\n"]
 _ODD = {
     "number": ["NA", "nan", "abc", "", "inf", "-", "None"],
     "whole": ["NA", "nan", "abc", "", "x1"],
@@ -64,9 +49,8 @@ class Case:
         for name, data in self.pictures.items():
             (folder / "set" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "set" / name).write_bytes(data)
-            (folder / "set" / Path(name).name).write_bytes(
-                b"not this"
-            )  # the same name, nearer to the root
+            # The same name, nearer to the root.
+            (folder / "set" / Path(name).name).write_bytes(b"not this")
         self.rows: list[dict[str, Any]] = []
         self.expected: dict[int, tuple[bytes, Any, str | None]] = {}
         self.bad: set[int] = set()
@@ -87,9 +71,9 @@ class Case:
         """(cell, delivered value)"""
         draw = self.draw
         if self.kind == "number":
-            value = draw.choice(
-                [draw.uniform(-5, 5), draw.randrange(-3, 9), draw.choice([1e-100, -0.0, 2.5e7])]
-            )
+            special = [1e-100, -0.0, 2.5e7]
+            values = [draw.uniform(-5, 5), draw.randrange(-3, 9), draw.choice(special)]
+            value = draw.choice(values)
             value = value if self.rows else 0.5  # a fraction at least
             return (repr(value) if self.form in ("csv", "tsv") else value), float(value)
         if self.kind == "whole":
@@ -97,11 +81,9 @@ class Case:
             return (str(number) if self.form in ("csv", "tsv") else number), str(number)
         if self.kind == "truth":
             truth = draw.random() < 0.5
-            return (
-                draw.choice([str(truth), str(truth).lower()])
-                if self.form in ("csv", "tsv")
-                else truth
-            ), str(truth)
+            if self.form not in ("csv", "tsv"):
+                return truth, str(truth)
+            return draw.choice([str(truth), str(truth).lower()]), str(truth)
         if self.kind == "words":
             word = draw.choice(["cat", "dog", "Ünï", "a b", "none", "7th"])
             return draw.choice(["", " "]) + word + draw.choice(["", "  "]), word
@@ -110,9 +92,8 @@ class Case:
 
     def _fill(self) -> None:
         draw = self.draw
-        wrong = draw.randrange(
-            2
-        )  # at most one odd label: a short column with more may have two meanings
+        # At most one odd label: a short column with more may have two meanings.
+        wrong = draw.randrange(2)
         wrong_at = draw.randrange(1, self.count) if wrong else -1
         for number in range(self.count):
             name = draw.choice(self.names)
@@ -125,13 +106,8 @@ class Case:
                 if self.form in ("jsonl", "frame", "bytes") and cell == "" and draw.random() < 0.5:
                     cell = None
             text = draw.choice(_TEXTS)
-            row = {
-                "id": f"id{number}",
-                "file": path,
-                "y": cell,
-                "text": text,
-                "part": draw.choice(["train", "val"]),
-            }
+            row = {"id": f"id{number}", "file": path, "y": cell, "text": text}
+            row["part"] = draw.choice(["train", "val"])
             if self.form == "bytes":
                 row["file"], missing = self.pictures[name], False
             self.rows.append(row)
@@ -144,12 +120,8 @@ class Case:
     def write(self) -> Any:
         place, columns = self.folder / "set", ["id", "file", "y", "text", "part"]
         if self.form in ("csv", "tsv"):
-            with open(
-                place / f"t.{self.form}",
-                "w",
-                newline="",
-                encoding=self.draw.choice(["utf-8", "utf-8-sig"]),
-            ) as file:
+            encoding = self.draw.choice(["utf-8", "utf-8-sig"])
+            with open(place / f"t.{self.form}", "w", newline="", encoding=encoding) as file:
                 writer = csv.writer(
                     file,
                     delimiter="\t" if self.form == "tsv" else ",",
@@ -162,12 +134,8 @@ class Case:
         elif self.form == "parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), place / "t.parquet")
         else:
-            return pandas.DataFrame(
-                {
-                    name: pandas.Series([row[name] for row in self.rows], dtype=object)
-                    for name in columns
-                }
-            )
+            cells = {name: [row[name] for row in self.rows] for name in columns}
+            return pandas.DataFrame(cells, dtype=object)
         return str(place / f"t.{self.form}")
 
 
@@ -197,22 +165,14 @@ def delivered(out: Path, label: Any) -> dict[int, list[tuple[str, bytes, Any, st
 def check(folder: Path, seed: int) -> None:
     case = Case(folder, seed)
     draw, table = case.draw, case.write()
-    kinds = {
-        "number": "number",
-        "whole": "class",
-        "truth": "flag",
-        "words": "class",
-        "several": "multi",
-    }
+    kinds = {"number": "number", "whole": "class", "truth": "flag"}
+    kinds |= {"words": "class", "several": "multi"}
     label = f"y:{kinds[case.kind]}" if case.declared else "y"
     odd = next((row["y"] for row in case.rows if row["y"] in _ODD[case.kind]), None)
     if case.declared and kinds[case.kind] == "class" and isinstance(odd, str) and odd.strip():
         label = "y"  # declared as a class, every text is a class
-    options: dict[str, Any] = {
-        "on_error": "skip",
-        "shuffle": draw.random() < 0.7,
-        "num_workers": draw.choice([1, 1, 2]),
-    }
+    options: dict[str, Any] = {"on_error": "skip", "shuffle": draw.random() < 0.7}
+    options["num_workers"] = draw.choice([1, 1, 2])
     options["max_shard_samples"] = draw.choice([None, 7])
     if case.form == "frame":
         options["root"] = str(folder / "set")

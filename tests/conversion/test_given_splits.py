@@ -32,11 +32,9 @@ def write_source(folder: Path, layout: str) -> Path:
 def rows_of(split: str) -> dict[str, list[Any]]:
     start = SPLITS.index(split) * PER_SPLIT
     numbers = range(start, start + PER_SPLIT)
-    return {
-        "id": list(numbers),
-        "file": [f"in/{split}/{n:02d}.png" for n in numbers],
-        "image": [picture(n, size=(4, 4)) for n in numbers],
-    }
+    images = [picture(n, size=(4, 4)) for n in numbers]
+    files = [f"in/{split}/{n:02d}.png" for n in numbers]
+    return {"id": list(numbers), "file": files, "image": images}
 
 
 def write_tables(folder: Path, form: str, *, folders: bool) -> list[str]:
@@ -131,13 +129,8 @@ def test_splits_of_folders_are_not_drawn_again_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
     source = str(write_source(tmp_path / "in", mode))
-    words = [
-        "folder",
-        source,
-        str(tmp_path / "out"),
-        *DRAWN,
-        *(["--flat"] if mode == "flat" else []),
-    ]
+    words = ["folder", source, str(tmp_path / "out"), *DRAWN]
+    words += ["--flat"] if mode == "flat" else []
     status, text, _ = convert(words, tmp_path, capsys)
     assert is_told(status, text)
 

@@ -85,28 +85,17 @@ class Converting(Work):
         self.old: dict[str, bytes] = {}
         if over:
             np.save(shared / "old.npy", np.arange(50 * 100).reshape(50, 100))
-            self._old_words = [
-                "arrays",
-                "--field",
-                f"x={shared / 'old.npy'}",
-                "--max-shard-samples",
-                "7",
-            ]
+            self._old_words = ["arrays", "--field", f"x={shared / 'old.npy'}"]
+            self._old_words += ["--max-shard-samples", "7"]
             self.old = self._made(shared / "old", self._old_words)
 
     @property
     def _words(self) -> list[str]:
-        words = (
-            ["arrays", "--field", f"x={self.shared / 'x.npy'}"]
-            if self._kind == "arrays"
-            else ["folder", str(self.shared / "in")]
-        )
-        return [
-            *words,
-            *(["--resize", "8"] if self._kind == "resized" else []),
-            "--max-shard-samples",
-            "12",
-        ]
+        words = ["folder", str(self.shared / "in")]
+        if self._kind == "arrays":
+            words = ["arrays", "--field", f"x={self.shared / 'x.npy'}"]
+        resize = ["--resize", "8"] if self._kind == "resized" else []
+        return [*words, *resize, "--max-shard-samples", "12"]
 
     @staticmethod
     def _made(out: Path, words: list[str]) -> dict[str, bytes]:
@@ -179,16 +168,8 @@ class Indexing(Work):
     def __init__(self, shared: Path) -> None:
         super().__init__(shared)
         pictures(shared / "in", 60)
-        inside(
-            lambda: typed(
-                "convert",
-                "folder",
-                str(shared / "in"),
-                str(shared / "set"),
-                "--max-shard-samples",
-                "12",
-            )
-        ).need("done")
+        words = ["convert", "folder", str(shared / "in"), str(shared / "set")]
+        inside(lambda: typed(*words, "--max-shard-samples", "12")).need("done")
         self.lay(shared / "undisturbed")
         inside(lambda: self.run(shared / "undisturbed")).need("done")
         self._old, self._new = visible(shared / "set"), visible(shared / "undisturbed" / "set")
@@ -214,19 +195,15 @@ class Indexing(Work):
 
     def end(self, place: Path) -> None:
         if visible(place / "set") != self._new:
-            raise WrongOutcome(
-                f"another index came out: {differing(visible(place / 'set'), self._new)}"
-            )
+            others = differing(visible(place / "set"), self._new)
+            raise WrongOutcome(f"another index came out: {others}")
 
     def reach(self, place: Path) -> str:
         contents = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
         if contents == [self._new["index.arrow"], self._new["index.json"]]:
             return "after"
-        return (
-            "before"
-            if contents == [self._old["index.arrow"], self._old["index.json"]]
-            else "within"
-        )
+        old = [self._old["index.arrow"], self._old["index.json"]]
+        return "before" if contents == old else "within"
 
 
 class Remembering(Work):
@@ -275,13 +252,9 @@ class Filling(Work):
         super().__init__(shared)
         self.url = url
         self.shards = {path.read_bytes() for path in (shared / "served").glob("*.tar")}
-        self.order = (
-            inside(
-                lambda: epoch(wt.Loader(str(shared / "served"), batch_size=16, shuffle_buffer=40))
-            )
-            .need("done")
-            .value
-        )
+        options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": 40}
+        read = inside(lambda: epoch(wt.Loader(shared / "served", **options)))
+        self.order = read.need("done").value
 
     @staticmethod
     def serve_from(shared: Path) -> Path:
@@ -317,13 +290,9 @@ class Filling(Work):
 
     def reach(self, place: Path) -> str:
         whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
-        return (
-            "after"
-            if whole == len(self.shards)
-            else "within"
-            if (place / "cache").exists()
-            else "before"
-        )
+        if whole == len(self.shards):
+            return "after"
+        return "within" if (place / "cache").exists() else "before"
 
 
 # --- training ---
@@ -355,29 +324,16 @@ class Saving(Work):
 
     @staticmethod
     def _state(step: int) -> dict[str, Any]:
-        model = {
-            "weight": torch.full((64, 64), float(step)),
-            "bias": torch.full((64,), float(step)),
-        }
+        weight, bias = torch.full((64, 64), float(step)), torch.full((64,), float(step))
+        model = {"weight": weight, "bias": bias}
         return {"format": FORMAT, "model": model, "config": {}, "task": {}, "position": step}
 
     def look(self, place: Path) -> None:
         folder = place / "c"
-        positions = (
-            {
-                name: read_checkpoint(str(folder / name))
-                for name in os.listdir(folder)
-                if name.endswith(".pt")
-            }
-            if folder.exists()
-            else {}
-        )
+        positions = {path.name: read_checkpoint(str(path)) for path in folder.glob("*.pt")}
         for name, state in positions.items():
             step = state["position"]
-            if any(
-                not torch.equal(value, torch.full_like(value, step))
-                for value in state["model"].values()
-            ):
+            if any((value != step).any() for value in state["model"].values()):
                 raise WrongOutcome(f"{name} is mixed of several steps")
             if name.startswith("step-") and name != f"step-{step:08d}.pt":
                 raise WrongOutcome(f"{name} is of step {step}")
@@ -463,11 +419,8 @@ class Training(Work):
             {name: value for name, value in line.items() if not name.endswith(_TIMED)}
             for line in state[LAST]["state"]["history"]
         ]
-        return (
-            weights,
-            repr(history),
-            len((place / "run" / "metrics.jsonl").read_text().splitlines()),
-        )
+        lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+        return weights, repr(history), len(lines)
 
     def end(self, place: Path) -> None:
         for description, actual, expected in zip(
@@ -485,11 +438,8 @@ class Training(Work):
     def reach(self, place: Path) -> str:
         if not (place / "run" / "config.toml").exists():
             return "before"
-        return (
-            "after"
-            if (place / "run" / "report.html").exists() and self._is_over(place)
-            else "within"
-        )
+        is_over = (place / "run" / "report.html").exists() and self._is_over(place)
+        return "after" if is_over else "within"
 
     def _is_over(self, place: Path) -> bool:
         lines = place / "run" / "metrics.jsonl"
@@ -524,11 +474,8 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"")
             for _ in range(samples):
                 text = b"%06d" % number
                 for name, data in (("bin", salt + text * 100), ("cls", b"%d" % (number % 7))):
-                    file.write(
-                        header(f"s{text.decode()}.{name}", len(data))
-                        + data
-                        + bytes(padding(len(data)))
-                    )
+                    file.write(header(f"s{text.decode()}.{name}", len(data)))
+                    file.write(data + bytes(padding(len(data))))
                 number += 1
             file.write(END)
 
@@ -536,11 +483,8 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"")
 def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:
     """Return all samples of an epoch, in order."""
     with closing(loader):
-        return [
-            item
-            for batch in loader.epoch(number)
-            for item in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)
-        ]
+        batches = [(b["__key__"], b["bin"], b["cls"]) for b in loader.epoch(number)]
+    return [item for columns in batches for item in zip(*columns, strict=True)]
 
 
 def opened(address: str) -> Index | None:

@@ -77,16 +77,10 @@ def kind_of(error: BaseException) -> str:
     """Return the kind and place of an error: the last line of the package, or the broken
     promise.
     """
-    frames = [
-        item
-        for item in traceback.extract_tb(error.__traceback__)
-        if "wdstrain" in item.filename and f"{os.sep}fuzz{os.sep}" not in item.filename
-    ]
-    place = (
-        f"{os.path.basename(frames[-1].filename)}-{frames[-1].name}"
-        if frames
-        else str(error).partition(":")[0]
-    )
+    place = str(error).partition(":")[0]
+    for item in traceback.extract_tb(error.__traceback__):
+        if "wdstrain" in item.filename and f"{os.sep}fuzz{os.sep}" not in item.filename:
+            place = f"{os.path.basename(item.filename)}-{item.name}"
     text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {place}").strip("-")
     return f"{text[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
@@ -94,11 +88,8 @@ def kind_of(error: BaseException) -> str:
 def _dictionary(corpus: str, words: tuple[bytes, ...]) -> str:
     path = corpus.rstrip("/") + ".dict"
     with open(path, "w") as file:
-        file.writelines(
-            '"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n'
-            for word in words
-            if len(word) <= 64
-        )
+        for word in (word for word in words if len(word) <= 64):
+            file.write('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n')
     return path
 
 

@@ -69,15 +69,10 @@ def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
     tars = {}
     for name in ("wdstrain", "webdataset", "pax", "gnu"):
         far = "a folder with a long name/" * 6 if name in ("pax", "gnu") else "folder/"
+        sizes = [0, 100, 512, 700, 1500]
+        images = [random.randbytes(random.choice(sizes)) for _ in range(7)]
         samples: list[Sample] = [
-            (
-                f"{far}sample{i:04d}",
-                {
-                    "cls": b"%d" % i,
-                    "jpg": random.randbytes(random.choice([0, 100, 512, 700, 1500])),
-                },
-            )
-            for i in range(7)
+            (f"{far}sample{i:04d}", {"cls": b"%d" % i, "jpg": images[i]}) for i in range(7)
         ]
         for _, of in samples[::3]:
             of["seg.png"] = random.randbytes(300)

@@ -206,15 +206,8 @@ def name_changed_and_summed(data: bytes, random: Random) -> bytes:
 
 
 def checksum_changed(data: bytes, random: Random) -> bytes:
-    wrong = random.choice(
-        [
-            b"%06o\0 " % random.randrange(1 << 17),
-            b"        ",
-            bytes(8),
-            b"-0012345",
-            random.randbytes(8),
-        ]
-    )
+    octal = b"%06o\0 " % random.randrange(1 << 17)
+    wrong = random.choice([octal, b" " * 8, bytes(8), b"-0012345", random.randbytes(8)])
     return _told(data, random, 148, wrong)
 
 

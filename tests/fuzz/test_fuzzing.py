@@ -4,11 +4,11 @@ runs.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
+from tests.conftest import encoded, npy, quick_and_slow
 from tests.fuzz import __main__ as fuzzing
 from tests.fuzz import mutated_tars, targets
 from tests.fuzz.tar_mutations import KINDS, summed
@@ -34,13 +35,8 @@ from wdstrain.storage import http
 
 CASES = sorted(fuzzing.CASES.glob("*/*"))
 
-some = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=60,
-    suppress_health_check=list(HealthCheck),
-)
+how: dict[str, Any] = {"derandomize": True, "deadline": None, "database": None}
+some = settings(max_examples=60, suppress_health_check=list(HealthCheck), **how)
 seeds = st.integers(0, 1 << 32)
 
 
@@ -87,6 +83,11 @@ def test_a_target_detects_a_planted_fault(
         TARGETS[case.split("/")[0]].run((fuzzing.CASES / case).read_bytes())
 
 
+def part_of(data: bytes) -> Callable[[int, int], bytes]:
+    """Return a function that reads these bytes from an offset on."""
+    return lambda offset, length: data[offset : offset + length]
+
+
 def test_one_path_or_size_for_all_members_is_refused() -> None:
     for record in (b"18 path=b/all.txt\n", b"9 size=1\n"):
         first = bytearray(header("g", len(record)))
@@ -94,13 +95,7 @@ def test_one_path_or_size_for_all_members_is_refused() -> None:
         data = summed(bytes(first)) + record + bytes(padding(len(record)))
         data += targets.tar_of([("a", {"txt": b"1"})])
         with pytest.raises(ShardError, match="for all its members at offset 0"):
-            list(
-                samples(
-                    lambda offset, length, data=data: data[offset : offset + length],
-                    len(data),
-                    "it.tar",
-                )
-            )
+            list(samples(part_of(data), len(data), "it.tar"))
 
 
 # --- properties ---
@@ -123,12 +118,10 @@ _parts = st.dictionaries(
 def test_any_written_names_and_sizes_are_read_back(written: dict[str, dict[str, bytes]]) -> None:
     data = targets.tar_of(list(written.items()))
     targets.run_tar(data)
-    found = samples(lambda offset, length: data[offset : offset + length], len(data), "it")
-    read = {
-        key: {name: data[m.offset : m.offset + m.size] for name, m in of.items()}
-        for key, of in found
-    }
-    assert read == written
+    read = part_of(data)
+    found = samples(read, len(data), "it")
+    parts = {key: {name: read(m.offset, m.size) for name, m in of.items()} for key, of in found}
+    assert parts == written
 
 
 @some
@@ -221,9 +214,7 @@ def test_a_document_round_trips(value: Any) -> None:
     arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0, max_side=4))
 )
 def test_an_array_of_any_kind_round_trips_or_is_a_bad_sample(value: Any) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, value)
-    targets.run_array(buffer.getvalue())
+    targets.run_array(npy(value))
 
 
 @some
@@ -234,10 +225,9 @@ def test_pixels_of_any_shape_round_trip_in_lossless_formats(
     height: int, width: int, seed: int, kind: str
 ) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind)
-    targets.run_image(buffer.getvalue())
-    assert np.array_equal(codecs.decode_image(buffer.getvalue()), pixels)
+    image = encoded(Image.fromarray(pixels), kind)
+    targets.run_image(image)
+    assert np.array_equal(codecs.decode_image(image), pixels)
 
 
 @some
@@ -255,21 +245,19 @@ def test_an_image_with_flipped_bits_is_decoded_equally_or_refused(seed: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "runs", "share"),
-    [
-        ("tar", 3000, 0.5),
-        *(
-            pytest.param(name, runs, share, marks=pytest.mark.slow)
-            for name, runs, share in (
-                ("salvage", 2000, 0.8),
-                ("index", 300, 0.3),
-                ("part", 5000, 0.8),
-                ("http", 300, 0.4),
-                ("label", 5000, 0.8),
-                ("array", 3000, 0.7),
-                ("image", 500, 0.8),
-            )
-        ),
-    ],
+    quick_and_slow(
+        [
+            ("tar", 3000, 0.5),
+            ("salvage", 2000, 0.8),
+            ("index", 300, 0.3),
+            ("part", 5000, 0.8),
+            ("http", 300, 0.4),
+            ("label", 5000, 0.8),
+            ("array", 3000, 0.7),
+            ("image", 500, 0.8),
+        ],
+        1,
+    ),
 )
 def test_a_short_run_of_the_fuzzer_has_no_finds(
     name: str, runs: int, share: float, tmp_path: Path

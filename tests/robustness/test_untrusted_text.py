@@ -26,15 +26,9 @@ def hostile(tmp_path: Path) -> Path:
     write_tar(folder / f"a{ESCAPE.replace('/', '')}.tar", samples)
     wt.index(folder)
     index = json.loads((folder / "index.json").read_text())
-    index["wdstrain"]["labels"] = [
-        {
-            "name": f"kind{ESCAPE}",
-            "kind": "class",
-            "field": "cls",
-            "column": None,
-            "classes": [f"c{ESCAPE}", f"d{ESCAPE}"],
-        }
-    ]
+    label = {"name": f"kind{ESCAPE}", "kind": "class", "field": "cls", "column": None}
+    label["classes"] = [f"c{ESCAPE}", f"d{ESCAPE}"]
+    index["wdstrain"]["labels"] = [label]
     index["shardlist"][0]["split"] = f"train{ESCAPE}"
     (folder / "index.json").write_text(json.dumps(index))
     return folder
