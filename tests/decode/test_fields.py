@@ -195,10 +195,8 @@ def test_resizing_equals_that_of_torchvision() -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 24, 224])
 def test_a_flip_mirrors_half_of_the_images(kind: str, width: int) -> None:
-    data, field = (
-        encoded(Image.fromarray(noise(width, 20)), kind),
-        wt.image(size=(20, width), augment="flip"),
-    )
+    data = encoded(Image.fromarray(noise(width, 20)), kind)
+    field = wt.image(size=(20, width), augment="flip")
     pixels = decode_image(data)
     memory = np.zeros((2, 22, width, 3), np.uint8)  # with a row before and after each image
     for number, draw in enumerate((0.7, 0.3)):

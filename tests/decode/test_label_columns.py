@@ -166,6 +166,13 @@ def _places(sets: int, samples: int) -> list[tuple[int, int]]:
     return [(number, row) for number in range(sets) for row in range(samples)]
 
 
+def priced(arrays: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return samples of these arrays, each with a class and a price."""
+    labels = ({"cls": n % 5, "json": {"price": n / 4}} for n in itertools.count())
+    rows = zip(arrays, labels, strict=False)
+    return [{"__key__": f"k{n:03d}", "npy": array, **of} for n, (array, of) in enumerate(rows)]
+
+
 def with_labels(shape: bool) -> dict[str, Any]:
     array = wt.array("npy", shape=(64, 32), dtype="float32") if shape else wt.array("npy")
     return {"a": array, "label": wt.label(), "price": wt.number("json.price")}
@@ -185,11 +192,7 @@ def test_labels_belong_to_their_samples(
 ) -> None:
     rng = np.random.default_rng(0)
     arrays = rng.random((98, 64, 32)).astype(np.float32)
-    samples_ = [
-        {"__key__": f"k{n:03d}", "npy": arrays[n], "cls": n % 5, "json": {"price": n / 4}}
-        for n in range(98)
-    ]
-    wt.pack(samples_, str(tmp_path / "out"), max_shard_samples=25)
+    wt.pack(priced(arrays), str(tmp_path / "out"), max_shard_samples=25)
     options: dict[str, Any] = {"batch_size": 8, "num_workers": num_workers, **extra}
     loader, rows = wt.Loader(tmp_path / "out", with_labels(shape), **options), 0
     for batch in loader.epoch(0, until=1):
@@ -216,13 +219,8 @@ def damage(index: wt.Index, field: str, numbers: Iterable[int], at: int) -> None
 @pytest.mark.parametrize("on_error", ["replace", "mark"])
 @pytest.mark.parametrize("shape", [True, False], ids=["direct", "decoded"])
 def test_a_substitute_has_its_own_label(tmp_path: Path, on_error: Any, shape: bool) -> None:
-    samples_ = [
-        {"__key__": f"k{n:03d}", "npy": np.full((64, 32), n, np.float32), "cls": n % 5}
-        | {"json": {"price": n / 4}}
-        for n in range(40)
-    ]
     out = tmp_path / "out"
-    wt.pack(samples_, str(out), shuffle=False)
+    wt.pack(priced([np.full((64, 32), n, np.float32) for n in range(40)]), str(out), shuffle=False)
     damage(wt.open(out), "npy", [7, 8, 30], 200)
     loader = wt.Loader(out, with_labels(shape), batch_size=8, on_error=on_error, max_errors=0.2)
     batches, bad = loader.epoch(0, until=1), 0
@@ -324,10 +322,8 @@ def test_a_name_is_a_column_of_the_index_or_else_a_field(tmp_path: Path, has_col
 
 
 def test_a_text_of_a_column_is_none_in_a_marked_row(tmp_path: Path) -> None:
-    rows = [
-        {"__key__": f"k{n}", "txt": "no number", "cls": 0, "json": {"caption": "x"}}
-        for n in range(2)
-    ]
+    row = {"txt": "no number", "cls": 0, "json": {"caption": "x"}}
+    rows = [{"__key__": key, **row} for key in "ab"]
     index = wt.pack(rows, tmp_path / "out", shuffle=False)
     fields = {"n": wt.number("txt"), "caption": wt.text("caption")}
     options: dict[str, Any] = {"on_error": "mark", "max_errors": 1.0, "batch_size": 2}

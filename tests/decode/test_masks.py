@@ -52,10 +52,8 @@ def test_a_mask_stays_aligned_with_its_image(
         samples.append({"__key__": f"k{number}", **fields})
     wt.pack(samples, tmp_path / "out")
     size = (48, 64)
-    fields = {
-        "image": wt.image(size=size, augment=augment),
-        "mask": wt.mask(size=size, augment=augment),
-    }
+    options: dict[str, Any] = {"size": size, "augment": augment}
+    fields = {"image": wt.image(**options), "mask": wt.mask(**options)}
     seen = []
     with wt.Loader(tmp_path / "out", fields, batch_size=6) as loader:
         for _ in range(2):
