@@ -23,7 +23,7 @@ import wdstrain as wt
 from tests.conftest import picture, quick_and_slow
 from tests.support.servers import serving
 from wdstrain.cli import main
-from wdstrain.errors import ShardError, UsageError
+from wdstrain.errors import ShardError, UsageError, WdstrainError
 
 COUNT = 30
 KINDS = ("cat", "dog", "owl")
@@ -93,13 +93,10 @@ def written(folder: Path, form: str) -> Any:
         pd.DataFrame(rows).drop(columns=["tags", "embedding"]).to_csv(path, index=False)
     elif form == "parquet":
         pq.write_table(made, path, row_group_size=7)
-    elif form == "arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, made.schema) as writer:
-            writer.write_table(made, max_chunksize=4)
     return forms.get(form, str(path))
 
 
-@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "arrow", "pandas", "rows", "Arrow"])
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "pandas", "rows", "Arrow"])
 def test_each_form_of_table_gives_every_sample_the_value_of_its_row(
     out: str, tmp_path: Path, form: str
 ) -> None:
@@ -139,9 +136,6 @@ def test_rows_are_counted_and_samples_without_one_have_no_value(
     assert "2 rows of the table: 'x1', 'x2'" in shown
     assert f"replaced, {COUNT - 2} samples have no value" in shown
     assert {k for k, v in values(wt.open(out), "score").items() if v is not None} == {"k03", "k05"}
-
-
-def test_any_unique_column_names_the_samples(out: str) -> None:
     wt.join(out, [{"n": n, "square": n * n} for n in range(COUNT)], on="n")
     assert values(wt.open(out), "square") == {f"k{n:02d}": n * n for n in range(COUNT)}
 
@@ -218,6 +212,10 @@ def test_every_view_of_a_set_knows_its_columns(joined: str) -> None:
     assert main(["index", joined, "--label", "mood", "--classes", "gay,sad"]) == 0
     label = wt.open(joined).labels[-1]
     assert (label.name, label.kind, label.classes) == ("mood", "class", ("gay", "sad"))
+    with pytest.raises(UsageError, match="embedding, or it holds values that no column can hold"):
+        wt.index(joined, label="embedding")
+    wt.repair(joined, out=f"{joined}/../repaired")
+    assert not wt.open(f"{joined}/../repaired").labels
 
 
 def test_a_packed_copy_holds_the_columns_in_its_samples(joined: str, tmp_path: Path) -> None:
@@ -358,6 +356,10 @@ def test_columns_of_a_server_are_fetched_when_they_are_read(joined: str, tmp_pat
 @pytest.mark.parametrize("damage", ["missing", "other"])
 def test_a_damaged_column_is_an_error_or_a_finding(out: str, damage: str) -> None:
     wt.join(out, [{key: row(n)[key] for key in ("key", "caption")} for n in range(COUNT)])
+    for name in ("no.parquet", "empty.parquet"):
+        Path(out, "empty.parquet").touch()
+        with pytest.raises(WdstrainError, match=rf"{name}.* (no such file|cannot be read)"):
+            wt.join(out, f"{out}/{name}")
     (path,) = Path(out).glob("column-*")
     if damage == "other":
         path.write_bytes(path.read_bytes().replace(b"number 7,", b"number 8,"))

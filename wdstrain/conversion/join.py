@@ -15,6 +15,7 @@ import pyarrow as pa
 from wdstrain.conversion.changes import folder_of_set
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.options import JoinOptions, TableOptions
+from wdstrain.conversion.sources.table_files import find_files
 from wdstrain.conversion.sources.table_read import open_parquet, read_table
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError
@@ -53,7 +54,7 @@ def _cells(options: JoinOptions, folder: str) -> dict[str, Any]:
     table, bad = options.table, BadSamples(collect=True)
     if not isinstance(table, (str, os.PathLike)):
         return as_cells(table)
-    if str(table).endswith(".parquet"):
+    if str(table).endswith(".parquet") and not os.path.isdir(table):
         return _mapped(os.fspath(table), os.path.join(folder, "table.arrow"))
     read = read_table(TableOptions(table, "", image=""), bad)
     if bad.bad:
@@ -64,6 +65,7 @@ def _cells(options: JoinOptions, folder: str) -> dict[str, Any]:
 def _mapped(path: str, place: str) -> dict[str, Any]:
     """Return the columns of a Parquet file as views of an Arrow file at `place`."""
     with (
+        find_files(path).reading(path),
         open_parquet(path) as file,
         pa.ipc.new_file(place, file.schema_arrow) as writer,
     ):

@@ -123,7 +123,8 @@ class ColumnSummary:
         texts = {
             counted(self.looked_at, "sample"): True,
             str(self.numbers): self.numbers is not None,
-            counted(self.distinct, "different value"): self.numbers is None and not self.is_label,
+            counted(self.distinct, "different value"): self.numbers is None
+            and not (self.is_label or self.kind == "vector"),
             f"the largest class has {self.imbalance or 0:.3g} times the samples of the smallest": (
                 (self.imbalance or 0) > 1
             ),

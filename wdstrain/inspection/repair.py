@@ -153,8 +153,10 @@ def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> I
     stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
     info = known[0].info if known else {}
     kept = {name: value for name, value in info.items() if name not in stale}
-    repaired = {"copied": len(index), "lost": result.lost}
-    return replace(with_labels(index, labels), info={**kept, "repaired": repaired})
+    return replace(
+        with_labels(index, [label for label in labels if not label.is_joined]),
+        info={**kept, "repaired": {"copied": len(index), "lost": result.lost}},
+    )
 
 
 # --- one shard ------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     """Return the columns of these places as their bytes say. Raises UsageError."""
     columns = read_columns(index, places).columns
     for column in columns:
-        if column.stored.null_count == len(column):
+        if column.stored.null_count == len(column) or column.kind == "vector":
             raise UsageError(
                 f"no sample has a value in {column.stored_as}, or it holds values that no column "
                 "can hold. A column holds numbers, texts of at most 256 characters, true and "
