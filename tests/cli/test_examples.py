@@ -11,6 +11,8 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, picture, write_class_folder, write_tar
@@ -46,6 +48,8 @@ def make_sources(folder: Path) -> None:
     write_class_folder(folder / "photos", {"sharp": 90, "blurred": 10})
     rows = [f"photos/sharp/{number:03d}.png,{number / 10}\n" for number in range(30)]
     (folder / "log.csv").write_text("path,angle\n" + "".join(rows))
+    keys = [f"sharp/{number:03d}" for number in range(90)]
+    pq.write_table(pa.table({"key": keys, "caption": keys}), folder / "captions.parquet")
     pngs = np.array([picture(number) for number in range(8)], dtype=object)
     with h5py.File(folder / "data.h5", "w") as file:
         images = file.create_dataset("images", 8, h5py.vlen_dtype(np.uint8))
@@ -79,7 +83,7 @@ def make_sources(folder: Path) -> None:
 def test_every_example_of_the_help_texts_runs(tmp_path: Path) -> None:
     make_sources(tmp_path)
     commands = examples(tmp_path)
-    assert len(commands) == 22
+    assert len(commands) == 23
     for command in commands:
         assert command.startswith("wdstrain "), command
         if command.startswith(("wdstrain serve ", "wdstrain demo ")):
