@@ -23,7 +23,7 @@ import wdstrain as wt
 from tests.conftest import picture, quick_and_slow
 from tests.support.servers import serving
 from wdstrain.cli import main
-from wdstrain.errors import ShardError, UsageError, WdstrainError
+from wdstrain.errors import ShardError, SourceError, UsageError, WdstrainError
 
 COUNT = 30
 KINDS = ("cat", "dog", "owl")
@@ -134,7 +134,7 @@ def test_rows_are_counted_and_samples_without_one_have_no_value(
     shown = capsys.readouterr().out
     assert f"2 of {COUNT} samples" in shown
     assert "2 rows of the table: 'x1', 'x2'" in shown
-    assert f"replaced, {COUNT - 2} samples have no value" in shown
+    assert f"replaced, {COUNT - 2} samples without a value" in shown
     assert {k for k, v in values(wt.open(out), "score").items() if v is not None} == {"k03", "k05"}
     wt.join(out, [{"n": n, "square": n * n} for n in range(COUNT)], on="n")
     assert values(wt.open(out), "square") == {f"k{n:02d}": n * n for n in range(COUNT)}
@@ -232,6 +232,21 @@ def test_a_packed_copy_holds_the_columns_in_its_samples(joined: str, tmp_path: P
     assert {"embedding.npy"} == index["k07"].keys() - index["k25"].keys()
 
 
+def test_a_value_that_a_sample_holds_too_is_not_replaced(tmp_path: Path) -> None:
+    """A text of more than 256 characters is no column, so that a join does not know of it."""
+    samples = (
+        {"__key__": f"k{n}", "x.npy": np.zeros(2), "json": {"note": "long" * 99}} for n in range(4)
+    )
+    wt.pack(samples, tmp_path / "set")
+    with pytest.raises(UsageError, match=r"'x' .*: the samples or the index use"):
+        wt.join(tmp_path / "set", [{"key": "k1", "x": [1.0, 2.0]}])
+    wt.join(tmp_path / "set", [{"key": "k1", "note": "short"}])
+    with pytest.raises(SourceError, match="k1: it holds note, and so does a joined column"):
+        wt.convert_tars(tmp_path / "set", tmp_path / "copy")
+    copy = wt.convert_tars(tmp_path / "set", tmp_path / "copy", on_error="skip")
+    assert sorted(copy.keys(np.arange(len(copy)))) == ["k0", "k2", "k3"]
+
+
 def test_samples_that_come_and_go_keep_their_values(joined: str) -> None:
     wt.remove(joined, where="age < 3")
     new = {"__key__": "z", "png": picture(1), "json": {"n": 99, "side": 0}}
@@ -264,6 +279,7 @@ REFUSED: list[tuple[list[Row], str, str]] = [
     ([{"key": "k01", "a": b"123"}], "key", "'a' of the table has the type binary"),
     ([{"key": "k01", "a": None}], "key", "'a' of the table has the type null"),
     ([{"key": "k01", "a": [1.0, None]}], "key", "lists with empty items"),
+    ([{"key": "k01", "a": [1.0, -1e39]}], "key", r"numbers beyond 3\.40282e\+38"),
     ([{"key": "k01", "a": 1}, {"key": "k02", "a": "x"}], "key", "hold values of one type"),
     ([{"key": "k01", "size": 1}], "key", "'size' .*: the samples or the index use"),
     ([{"key": "k01", "png": 1}], "key", "'png' .*: the samples or the index use"),

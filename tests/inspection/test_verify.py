@@ -284,7 +284,7 @@ def test_missing_fields_are_reported_and_a_rare_field_is_counted(tmp_path: Path)
     (lacking,) = report.findings
     assert (lacking.key, lacking.reason) == ("k077", "it has no cls, which 199 of 200 samples have")
     assert report.fields == {"cls": 199, "jpg": 100, "png": 100, "txt": 60}
-    assert [item.key for item in wt.verify(tmp_path, need="jpg;PNG, cls").findings] == ["k077"]
+    assert [item.key for item in wt.verify(tmp_path, need="jpg; PNG, cls").findings] == ["k077"]
     reasons = [finding.reason for finding in wt.verify(tmp_path, need=["txt"]).findings]
     assert sum("no txt" in reason for reason in reasons) == 140 == len(reasons) - 1
 

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,16 @@ def check_one_rank(case: Case, ranks: list[Epoch]) -> None:
     more = {"batch_size": case.options["batch_size"] * case.world_size}
     if "budget" in case.options:
         more["budget"] = case.options["budget"] * case.world_size
+    start, first = case.rng.randrange(len(ranks[0])), case.loader(case.world_size - 1)
+    with first:
+        list(islice(first, start))
+        state = first.state_dict()
     case.world_size = 1
     steps = [sorted(chain.from_iterable(own)) for own in zip(*ranks, strict=True)]
     assert [sorted(step) for step in case.read(**more)] == steps
+    with case.loader(**more) as loader:
+        loader.load_state_dict(state)
+        assert [sorted(batch["n"].int().tolist()) for batch in loader] == steps[start:]
 
 
 @pytest.mark.parametrize("seed", range(CASES))

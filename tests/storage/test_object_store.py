@@ -151,6 +151,22 @@ def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
+def test_columns_join_a_set_in_a_bucket(bucket: str, photos: Path, tmp_path: Path) -> None:
+    wt.convert_folder(photos, f"{bucket}/p", **TENS)
+    wt.convert_folder(photos, tmp_path / "here", **TENS)
+    rows = [{"key": f"cat/{n:03d}", "note": f"cat {n}", "score": n} for n in range(30)]
+    for out in (f"{bucket}/p", str(tmp_path / "here")):
+        counts = wt.join(out, rows)
+        assert (counts.matched, counts.columns) == (30, {"note": 30, "score": 30})
+        wt.join(out, [{"key": "dog/037", "note": "a dog"}])
+        columns = {
+            column.name: column.values.drop_null().to_pylist() for column in wt.open(out).columns
+        }
+        assert (columns["note"], sorted(columns["score"])) == (["a dog"], [*range(30)])
+        assert wt.verify(out).ok
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
 def test_an_existing_set_needs_overwrite(bucket: str, photos: Path, tmp_path: Path) -> None:
     wt.convert_folder(photos, f"{bucket}/p", **TENS)
     with pytest.raises(UsageError, match=rf"{bucket}/p holds 8 files.*overwrite=True"):

@@ -1,8 +1,8 @@
 """Programs in forked children: torch and the package are imported there already.
 
-A child has its own standard streams and `sys.argv`. At its end it waits for its threads and runs
-what it registered for its exit, as Python does. A program that must begin as on a new machine,
-without these imports, needs `subprocess`.
+A child has its own standard streams and `sys.argv`. At its end it waits for its threads. Then it
+calls its functions of `atexit`, as Python does. Use `subprocess` for a program that must begin
+without these imports.
 """
 
 from __future__ import annotations

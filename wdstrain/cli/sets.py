@@ -262,7 +262,7 @@ def _joined(done: JoinCounts, seconds: float) -> Shown:
         else "",
         **{
             f"column {name}": f"{'replaced' if name in done.replaced else 'added'}, "
-            f"{missing} samples have no value"
+            f"{counted(missing, 'sample')} without a value"
             for name, missing in done.columns.items()
         },
         "time": f"{seconds:.1f} s",

@@ -45,8 +45,8 @@ class LabelField:
 
     names: columns or fields to look for; with an index, the fields that hold the value, or "" for a
     joined column. entry: of their JSON, or the joined column. kind: "class", "multi", "number",
-    "text" or "vector". classes: names, in the order of the
-    delivered numbers. stored: names in the order of the numbers in the shards, if it differs.
+    "text" or "vector". classes: names, in the order of the delivered numbers. stored: names in the
+    order of the numbers in the shards, if it differs.
     by_name: a text that is the name of a class and the number of another means the name, as it does
     in JSON.
     is_finite: an infinite or NaN number makes a sample bad. is_bound: names are fields.
@@ -180,9 +180,8 @@ def with_classes(field: Field, index: Index | None) -> Field:
     """Return a label, number or text as it is read from an index; any other field unchanged.
 
     Its names become fields of the samples, and its classes those of all sets together. An array that
-    is a joined column becomes a field of the kind "vector". Raises
-    UsageError for classes that differ between sets without a common column, and for a label of
-    several classes whose names are not known.
+    is a joined column becomes a field of the kind "vector". Raises UsageError for classes that differ
+    between sets without a common column, and for a label of several classes whose names are unknown.
     """
     if type(field) is NumpyArray and index is not None:
         named = (column for column in index.columns if column.name.lower() in field.names)

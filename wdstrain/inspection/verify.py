@@ -324,7 +324,7 @@ def _lacking(
     nothing, kinds = np.zeros(len(whole), np.bool_), dict[str, list[str]]()
     for name in sorted(has):
         kinds.setdefault(field_kind(name), []).append(name)
-    rules = {some: some.lower().split(";") for some in sorted(required)}
+    rules = {some: [*map(str.strip, some.lower().split(";"))] for some in sorted(required)}
     for kind, names in ({**kinds, **rules}).items():
         ids = np.flatnonzero(~np.any([has.get(name, nothing) for name in names], axis=0))
         reason, count = f"it has no {' or '.join(names)}", len(whole) - len(ids)

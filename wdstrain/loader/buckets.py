@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -14,27 +13,28 @@ import pyarrow as pa
 from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.report.printing import counted
+from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.where import column_values
+from wdstrain.shards.where import complete_values
 
 _MOST = 1000  # buckets; each leaves out a part of a batch
 
 
 @dataclass(frozen=True, eq=False)
 class Bucketing:
-    """The bucket of each sample, int64[n]; the names of the buckets; samples of their batches."""
+    """The buckets of a loader, as `Buckets` takes them: codes, names, and samples from each lane."""
 
     codes: Ints
     names: Sequence[str]
-    sizes: Sequence[int]
+    per_lane: Ints
 
     @cached_property
     def fingerprint(self) -> str:
         """Short hash of all values, which the order of an epoch depends on."""
         digest = blake2b(np.ascontiguousarray(self.codes, "<i8").data, digest_size=8)
-        digest.update(repr(list(self.sizes)).encode())
+        digest.update(np.ascontiguousarray(self.per_lane, "<i8").data)
         return digest.hexdigest()
 
 
@@ -46,11 +46,11 @@ def bucketing(index: Index, options: LoaderOptions) -> Bucketing:
     lanes = max(1, (options.lanes or options.world_size) // options.world_size)  # of a rank
     if isinstance(options.buckets, Mapping):
         ((column, edges),) = options.buckets.items()
-        codes, used = _between(_complete(index, column), list(edges), index)
+        codes, used = _between(complete_values(index, column, "buckets"), list(edges), index)
         names = [f"{column} <= {edge:g}" for edge in used]
-        return Bucketing(codes, names, [_size(edge, options, lanes) for edge in used])
+        return Bucketing(codes, names, np.array([_per_lane(edge, options, lanes) for edge in used]))
     column = str(options.buckets)
-    values, codes = _complete(index, column), group_codes(index, column)
+    values, codes = complete_values(index, column, "buckets"), group_codes(index, column)
     first = np.unique(codes, return_index=True)[1]
     if len(first) > _MOST:
         raise UsageError(
@@ -59,21 +59,7 @@ def bucketing(index: Index, options: LoaderOptions) -> Bucketing:
             {"buckets": {column: [64, 128, 256]}},
         )
     names = [f"{column} {value}" for value in values.take(pa.array(first)).to_pylist()]
-    return Bucketing(codes, names, [options.batch_size] * len(first))
-
-
-def _complete(index: Index, column: str) -> pa.Array:
-    """Return the values of a column. Raises UsageError if some samples have none."""
-    values = column_values(index, column)
-    if values.null_count:
-        raise UsageError(
-            f"{values.null_count} of {len(index)} samples have no value.",
-            "Leave them out: {where}",
-            {"where": f"`{column}` is not None"},
-            option="buckets",
-            value=column,
-        )
-    return values
+    return Bucketing(codes, names, np.full(len(first), options.batch_size // lanes))
 
 
 def _between(values: pa.Array, edges: list[Any], index: Index) -> tuple[Ints, list[float]]:
@@ -101,13 +87,12 @@ def _between(values: pa.Array, edges: list[Any], index: Index) -> tuple[Ints, li
     return codes.reshape(-1).astype(np.int64), [float(edges[bucket]) for bucket in used]
 
 
-def _size(edge: float, options: LoaderOptions, lanes: int) -> int:
-    """Return the samples of a batch of a bucket, a multiple of the lanes of a rank."""
-    if options.budget is None:
-        return options.batch_size
-    most = options.budget // edge if edge > 0 else options.batch_size
-    size = int(min(options.batch_size, most)) // lanes * lanes
-    if size < 1:
+def _per_lane(edge: float, options: LoaderOptions, lanes: int) -> int:
+    """Return the samples that a batch of a bucket takes from each of the lanes of a rank."""
+    if options.budget is None or edge <= 0:
+        return options.batch_size // lanes
+    count = int(min(options.batch_size, options.budget // edge)) // lanes
+    if count < 1:
         raise UsageError(
             f"a batch needs {counted(lanes, 'sample')} at least, of up to {edge:g} each.",
             "Raise it, or leave the long samples out with {where}.",
@@ -115,4 +100,4 @@ def _size(edge: float, options: LoaderOptions, lanes: int) -> int:
             option="budget",
             value=options.budget,
         )
-    return size
+    return count

@@ -30,7 +30,7 @@ from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.where import column_values, ids_where
+from wdstrain.shards.where import complete_values, ids_where
 from wdstrain.storage.addresses import Urls
 
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
@@ -139,7 +139,7 @@ class EpochPlans:
         arguments |= {"counts": self.index.counts, "tail": options.tail}
         if self.bucketing is not None:
             Plan(**arguments, epoch=0)  # raises PlanError if the sizes do not fit together
-            own = {name: getattr(self.bucketing, name) for name in ("codes", "names", "sizes")}
+            own = {name: getattr(self.bucketing, name) for name in ("codes", "names", "per_lane")}
             del arguments["batch_size"], arguments["tail"]
             return partial(Buckets, **own, **arguments)
         if self.weighting is None:
@@ -266,15 +266,7 @@ def _balanced(index: Index, column: str) -> Weighting:
 
     Together they add up to the number of samples.
     """
-    missing = column_values(index, column).null_count
-    if missing:
-        raise UsageError(
-            f"{missing} of {len(index)} samples have no value.",
-            "Leave them out: {where}",
-            {"where": f"`{column}` is not None"},
-            option="balance",
-            value=column,
-        )
+    complete_values(index, column, "balance")
     strata = group_codes(index, column)
     counts = np.bincount(strata)
     return Weighting((len(strata) / len(counts) / counts)[strata], strata)
@@ -282,19 +274,11 @@ def _balanced(index: Index, column: str) -> Weighting:
 
 def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
     """Return the weights in a column."""
-    values = column_values(index, name)
+    values = complete_values(index, name, "weights")
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise UsageError(
             "must be a column of numbers; this one holds other values.",
-            option="weights",
-            value=name,
-        )
-    if values.null_count:
-        raise UsageError(
-            f"{values.null_count} of {len(index)} samples have no value.",
-            "Leave them out: {where}",
-            {"where": f"`{name}` is not None"},
             option="weights",
             value=name,
         )

@@ -41,10 +41,10 @@ class _Lane(NamedTuple):
 class Buckets(Order):
     """The order of one epoch in batches of one bucket each.
 
-    codes: the bucket of each sample, int64[samples]. names: of the buckets. sizes: samples of a
-    batch on a rank, for each bucket; `batch_size` is the largest. bucket_steps: of each bucket,
-    int64[buckets]. totals: samples of each bucket. The other arguments are those of `Plan`.
-    Raises PlanError for a bucket that fills no step.
+    codes: the bucket of each sample, int64[samples]. names: of the buckets. per_lane: samples that a
+    step of each bucket takes from a lane, int64[buckets]; `batch_size` is the largest batch of them.
+    bucket_steps: of each bucket, int64[buckets]. totals: samples of each bucket. The other arguments
+    are those of `Plan`. Raises PlanError for a bucket that fills no step.
     """
 
     tail = "drop"
@@ -55,7 +55,7 @@ class Buckets(Order):
         counts: Ints,
         codes: Ints,
         names: Sequence[str],
-        sizes: Sequence[int],
+        per_lane: Ints,
         seed: int,
         epoch: int,
         world_size: int,
@@ -64,13 +64,13 @@ class Buckets(Order):
         shuffle: bool,
     ) -> None:
         self.seed, self.epoch, self.shuffle, self.world_size = seed, epoch, shuffle, world_size
-        self.batch_size, self.samples, self.window = max(sizes), int(counts.sum()), window
+        self.samples, self.window, self.per_lane = int(counts.sum()), window, per_lane
         self.lane_count = world_size if lanes is None else lanes
         self.lanes_per_rank = self.lane_count // world_size
+        self.batch_size = int(per_lane.max()) * self.lanes_per_rank
         self.names, self.totals = tuple(names), np.bincount(codes, minlength=len(names))
-        self._per_lane = np.array(sizes, np.int64) // self.lanes_per_rank
-        self.bucket_steps = self.totals // (self._per_lane * self.lane_count)
-        self._check(sizes)
+        self.bucket_steps = self.totals // (self.per_lane * self.lane_count)
+        self._check()
         self.steps = int(self.bucket_steps.sum())
         line = Plan(
             counts=counts, seed=seed, epoch=epoch, batch_size=1, shuffle=shuffle, tail="keep"
@@ -132,12 +132,12 @@ class Buckets(Order):
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _check(self, sizes: Sequence[int]) -> None:
+    def _check(self) -> None:
         """Raise PlanError if there is a bucket that fills no step."""
         empty = np.flatnonzero(self.bucket_steps == 0).tolist()
         if empty:
             named = ", ".join(
-                f"{self.names[b]} has {self.totals[b]} of {sizes[b] * self.world_size}"
+                f"{self.names[b]} has {self.totals[b]} of {self.per_lane[b] * self.lane_count}"
                 for b in empty[:_NAMED]
             )
             raise PlanError(
@@ -156,7 +156,7 @@ class Buckets(Order):
         line: the bucket of each sample along the line.
         """
         at = _number_in_bucket(line, self.totals)
-        kept = self.bucket_steps * self._per_lane * self.lane_count
+        kept = self.bucket_steps * self.per_lane * self.lane_count
         left_out = self.totals - kept
         hole = kept.copy()  # the first sample of each bucket that is left out, among those of it
         if self.shuffle:
@@ -174,7 +174,7 @@ class Buckets(Order):
         for number, ids in enumerate(lanes_ids):
             places = within.order(number, 0, len(ids))
             code = codes[ids[places]]
-            batch, row = np.divmod(_number_in_bucket(code, self.totals), self._per_lane[code])
+            batch, row = np.divmod(_number_in_bucket(code, self.totals), self.per_lane[code])
             batch += first[code]
             np.maximum.at(filled_at, batch, np.arange(len(ids)))
             by_place = np.argsort(places)

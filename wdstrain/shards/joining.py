@@ -29,6 +29,7 @@ Samples = Any  # an Index, whose module imports this one
 _BLOCK = 1 << 16  # rows that are copied at a time
 _RESERVED = ("key", "shard", "split", "offset", "size")  # names that every index has
 _LISTS = {"text": "multi", "integer": "vector", "number": "vector"}  # by the kind of the items
+_LARGEST = float(np.finfo(np.float32).max)
 _RULE = "A column holds numbers, texts, true and false, or lists of names or of numbers."
 
 
@@ -111,7 +112,13 @@ def _check_names(index: Samples, names: Sequence[str]) -> None:
         *(info.name for info in (*index.labels, *index.columns) if not info.is_joined),
     }
     for name in names:
-        if name in taken or ";" in name or not name.strip() or json_place(name)[1] is not None:
+        npy = f"{name.lower()}.npy"  # `convert tars` writes lists of numbers there
+        if (
+            not taken.isdisjoint((name, npy))
+            or ";" in name
+            or not name.strip()
+            or json_place(name)[1] is not None
+        ):
             raise UsageError(
                 f"the column {name!r} of the table cannot be joined: the samples or the index "
                 "use this name, or it means an entry of a field.",
@@ -213,9 +220,16 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
             f"can hold. {_RULE}",
             "Leave it out.",
         )
-    if kind in _LISTS.values() and pc.list_flatten(cells).null_count:
+    items = pc.list_flatten(cells) if kind in _LISTS.values() else pa.chunked_array([], cells.type)
+    if items.null_count:
         raise UsageError(
             f"the column {name!r} of the table has lists with empty items.", "Fill them."
+        )
+    if kind == "vector" and any(map(_overflows, items.chunks)):
+        raise UsageError(
+            f"the column {name!r} of the table has numbers beyond {_LARGEST:g}, the largest of "
+            "float32, as which lists of numbers are kept.",
+            "Scale them.",
         )
     rows = pc.if_else(cells.is_valid().take(rows).combine_chunks(), rows, None)
     files = (ValueFile("", len(cells), cells),)
@@ -228,6 +242,12 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
         raise UsageError(
             f"the column {name!r} of the table has values that no column can hold ({error}). {_RULE}"
         ) from None
+
+
+def _overflows(numbers: pa.Array) -> bool:
+    """Return whether a number is finite, but not as float32."""
+    values = np.asarray(numbers)
+    return bool((np.isfinite(values) & (np.abs(values) > _LARGEST)).any())
 
 
 def _in_file(column: Column, folder: str) -> Column:

@@ -101,6 +101,23 @@ def column_values(index: Samples, name: str) -> pa.Array:
     return _Condition(index, name).named(name)
 
 
+def complete_values(index: Samples, name: str, option: str) -> pa.Array:
+    """Return the values of the column that an option names.
+
+    Raises UsageError if there is no such column, and if some samples have no value.
+    """
+    values = column_values(index, name)
+    if values.null_count:
+        raise UsageError(
+            f"{values.null_count} of {len(index)} samples have no value.",
+            "Leave them out: {where}",
+            {"where": f"`{name}` is not None"},
+            option=option,
+            value=name,
+        )
+    return values
+
+
 def names_in(text: str) -> list[str]:
     """Return the names that a condition uses and their beginnings: `json.kind` and `json`.
 

@@ -62,7 +62,7 @@ Loaded = tuple[tuple[str, ...], Normalization | None]
 def load(
     model: nn.Module, model_name: str, weights: str, classes: Sequence[Sequence[str]] = ()
 ) -> Loaded:
-    """Load weights into a model, and return what is not in them and what they expect.
+    """Load weights into a model; return its parameters that they lack, and their normalization.
 
     weights: a file, or for a model of torchvision the name of its weights, such as DEFAULT or
     IMAGENET1K_V2, and for a model of timm DEFAULT, which `models.build(pretrained=True)` has loaded.

@@ -72,7 +72,11 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                 yield BadSample(shard.shown, 0, key, fields)
                 continue
             kept = [(names[field], data) for field, data in fields.items() if field in names]
-            kept = _with_joined(kept, joined, number)
+            try:
+                kept = _with_joined(kept, joined, number)
+            except (SampleError, ValueError) as error:  # ValueError: JSON that cannot be parsed
+                yield BadSample(shard.shown, 0, key, str(error))
+                continue
             value = None if column is None else column.values[number].as_py()
             kind = "" if value is None else str(value)
             yield Sample(key, kept, splits[shard.name], stratum=kind)
@@ -98,22 +102,32 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
 def _with_joined(
     parts: list[tuple[str, Any]], joined: Sequence[Column], number: int
 ) -> list[tuple[str, Any]]:
-    """Return the fields of a sample with its values in joined columns.
+    """Return the fields of a sample and its values in joined columns.
 
-    Lists of numbers are NAME.npy, and other values entries of the field json.
+    Lists of numbers are NAME.npy, and other values entries of the field json. Raises SampleError for
+    a value whose place the sample uses.
     """
     values = [(column, column.take([number])[0].as_py()) for column in joined]
-    arrays = [
-        (f"{c.name}.npy", np.array(v, "f4"))
-        for c, v in values
-        if v is not None and c.kind == "vector"
+    values = [(column, value) for column, value in values if value is not None]
+    added = [
+        encode(f"{column.name}.npy", np.array(value, "f4"))
+        for column, value in values
+        if column.kind == "vector"
     ]
-    entries = {c.name: v for c, v in values if v is not None and c.kind != "vector"}
+    entries = {column.name: value for column, value in values if column.kind != "vector"}
     document = parsed_json(dict(parts).get("json", b"{}")) if entries else {}
     if not isinstance(document, dict):
         raise SampleError(f"its json is no object that could hold the columns {[*entries]}")
-    documents = [("json", document | entries)] if entries else []
-    return [*(dict(parts) | dict(encode(*part) for part in [*arrays, *documents])).items()]
+    taken = sorted((dict(parts).keys() & dict(added)) | (document.keys() & entries.keys()))
+    if taken:
+        raise SampleError(
+            f"it holds {', '.join(taken)}, and so does a joined column: drop the field, or join the "
+            "column under another name"
+        )
+    if entries:
+        parts = [part for part in parts if part[0] != "json"]
+        added.append(encode("json", document | entries))
+    return [*parts, *added]
 
 
 def _chosen(index: Index, options: TarsOptions, ignored: Counter[str]) -> Index:
