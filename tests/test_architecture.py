@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 1427,
     "loader": 1258,
     "shards": 2314,
-    "decode": 1316,
+    "decode": 1319,
     "storage": 1056,
     "reader": 486,
     "cli": 532,

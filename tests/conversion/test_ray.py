@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +48,19 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(480)
 @pytest.mark.slow
 def test_a_cluster_writes_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")
     write_class_folder(tmp_path / "bad", {"a": 3}, "jpg")
     (tmp_path / "bad" / "a" / "001.jpg").write_text("no picture")
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150
-    )
+    for _ in range(3):  # Ray itself sometimes aborts when a node is lost
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150
+        )
+        if "You have likely discovered a bug in Ray" not in done.stderr:
+            break
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
     assert (document["nodes"], document["left"], document["samples"]) == (2, 1, 240)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,36 @@ def test_a_stall_is_logged_with_stage_samples_and_stack(
     stack = capfd.readouterr().err
     assert "wait_at_the_gate" in stack
     assert "test_watchdog.py" in stack
+
+
+def lengths(sample: dict[str, Any]) -> dict[str, int]:
+    return {"length": len(sample["txt"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.usefixtures("capfd")  # the stacks go to the descriptor
+def test_a_request_for_stacks_does_not_kill_a_worker_that_is_starting(
+    shards: Path, context: str
+) -> None:
+    done = threading.Event()
+
+    def request_stacks() -> None:
+        while not done.wait(0.01):
+            for worker in multiprocessing.active_children():
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid or 0, signal.SIGUSR2)
+
+    asking = threading.Thread(target=request_stacks)
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
+    asking.start()
+    try:
+        with wt.Loader(shards, transform=lengths, batch_size=3, **options) as loader:
+            assert sum(len(batch["__key__"]) for batch in loader) == 21
+            done.set()
+            asking.join()
+    finally:
+        done.set()
 
 
 @pytest.mark.slow

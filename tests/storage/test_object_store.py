@@ -386,6 +386,7 @@ def test_a_killed_change_in_a_bucket_leaves_the_old_or_the_new_set(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # one or two processes for each request
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 @pytest.mark.parametrize("verb", ["append", "remove"])
 def test_a_change_in_a_bucket_killed_at_any_request_leaves_a_complete_set(

@@ -127,6 +127,9 @@ class WorkerProcesses(Pool):
                 multiprocessing_context=interruptible_context(context, self._processes),
                 generator=torch.Generator(),  # so that torch's global one does not advance
             )
+            # Workers inherit the block, spawned ones too: a request for stacks would kill a worker
+            # that has no handler yet.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             try:
                 self._iterator, self._loader = iter(loader), loader
             except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -137,6 +140,8 @@ class WorkerProcesses(Pool):
                     "import, or multiprocessing_context='fork'.",
                     {"num_workers": 0},
                 ) from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def _send(self, number: int, tasks: list[ReadBatch]) -> None:
         self._sampler.item = self._memory.write(number, tasks)
@@ -230,6 +235,7 @@ def _begin_worker(_: int) -> None:
     set_up_worker()
     # not sys.stderr: a notebook's has no descriptor
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
 class MessageMemory:
