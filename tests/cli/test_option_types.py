@@ -12,10 +12,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
-from tests.support.known_faults import known_fault
-
-NAME = "inspection/api_lists_traceback"
-TYPE, ATTRIBUTE = (known_fault(NAME, raises=error) for error in (TypeError, AttributeError))
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +75,24 @@ def opened(folder: Path, out: str, **options: Any) -> object:
         (convert_tars, "rename", "cls=kind"),
         (convert_tars, "keep", None),
         (convert_tars, "drop", None),
-        pytest.param(index, "label", ["cls", "n.cls"], marks=ATTRIBUTE),
-        pytest.param(convert_folder, "masks", ["masks"], marks=TYPE),
-        pytest.param(convert_folder, "classes", None, marks=TYPE),
-        pytest.param(convert_folder, "split", "train=0.5,val=0.5", marks=ATTRIBUTE),
-        pytest.param(convert_folder, "split", ["train", "val"], marks=ATTRIBUTE),
-        pytest.param(convert_table, "image", ["file"], marks=TYPE),
-        pytest.param(convert_table, "root", ["."], marks=TYPE),
-        pytest.param(convert_table, "label", None, marks=TYPE),
+        (index, "label", ["cls", "n.cls"]),
+        (convert_folder, "masks", ["masks"]),
+        (convert_folder, "classes", None),
+        (convert_folder, "split", "train=0.5,val=0.5"),
+        (convert_folder, "split", ["train", "val"]),
+        (convert_table, "image", ["file"]),
+        (convert_table, "root", ["."]),
+        (convert_table, "label", None),
         (convert_table, "where", ["kind"]),
         (convert_table, "header", None),
-        pytest.param(convert_arrays, "label", None, marks=TYPE),
-        pytest.param(pack, "labels", ["cls"], marks=ATTRIBUTE),
-        pytest.param(pack, "group", "cls", marks=TYPE),
+        (convert_arrays, "label", None),
+        (pack, "labels", ["cls"]),
+        (pack, "group", "cls"),
         (plan, "where", ["label == 'a'"]),
         (plan, "shuffle", "yes"),
-        pytest.param(loader, "cache_dir", ["cache"], marks=TYPE),
-        pytest.param(mixture, "sources", ["absent"], marks=ATTRIBUTE),
-        pytest.param(opened, "urls", None, marks=TYPE),
+        (loader, "cache_dir", ["cache"]),
+        (mixture, "sources", ["absent"]),
+        (opened, "urls", None),
         (loader, "where", ["label == 'a'"]),
         (loader, "balance", ["label"]),
         (loader, "weights", {"a": 1}),

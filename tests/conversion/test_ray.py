@@ -49,6 +49,7 @@ cluster.shutdown()
 
 
 @pytest.mark.timeout(480)
+@pytest.mark.alone  # beside other tests, the processes of Ray may wait for each other for minutes
 @pytest.mark.slow
 def test_a_cluster_writes_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")

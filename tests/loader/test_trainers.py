@@ -56,6 +56,8 @@ def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # beside other tests, the processes of Ray may wait for each other for minutes
+@pytest.mark.timeout(600)
 def test_the_example_for_ray_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="Ray is not installed: pip install 'wdstrain[ray]'")
     shards, storage = converted(tmp_path, 80), tmp_path / "storage"

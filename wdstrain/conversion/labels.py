@@ -37,13 +37,7 @@ _STATED_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes. Raises UsageError for a text, or for a name that comes twice."""
-    if isinstance(classes, str):
-        raise UsageError(
-            "must be a list of names, such as ['cat', 'dog'].",
-            option="classes",
-            value=classes,
-        )
+    """Return the names of classes. Raises UsageError for a name that comes twice."""
     names = tuple(classes)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:

@@ -17,7 +17,6 @@ from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import (
     REQUIRED,
-    as_list,
     integer,
     option,
     parse_list,
@@ -298,7 +297,7 @@ class TableOptions(ClassOptions):
         metavar="COL[,COL...]",
         parse=parse_list,
     )
-    root: str | None = option(
+    root: Path | None = option(
         None,
         "folder where relative image paths begin (default: that of the table)",
         metavar="DIR",
@@ -388,17 +387,6 @@ class TarsOptions(Options):
         None, "pack samples whose keys a file lists, one per line", metavar="FILE"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.rename, str):
-            raise UsageError(
-                "must be a dict of new names by field.",
-                option="rename",
-                value=self.rename,
-            )
-        for name in ("keep", "drop"):  # a name by itself is not a list of letters
-            object.__setattr__(self, name, as_list(getattr(self, name) or ()))
-
 
 @dataclass(frozen=True)
 class TorchvisionOptions(Options):
@@ -406,7 +394,7 @@ class TorchvisionOptions(Options):
 
     name: str = option(REQUIRED, "class in torchvision.datasets")
     out: Path = _out()
-    root: str = option(
+    root: Path = option(
         REQUIRED,
         "folder of the data set's files; nothing is downloaded",
         metavar="DIR",

@@ -100,11 +100,12 @@ class VerifyOptions(CheckedOptions):
     decode: bool = option(
         False, "also decode every image, and parse every label, json, npy and txt"
     )
-    need: str | Sequence[str] = option(
+    need: Sequence[str] = option(
         (),
         "report samples that lack a field of this list; 'jpg;png,cls' stands for jpg or png, and "
         "cls",
         metavar="F[;F],...",
+        parse=parse_list,
     )
     where: str | None = where_option("read only shards with samples")
     group_by: str | None = option(

@@ -38,7 +38,7 @@ from wdstrain.inspection.scan import (
 from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import parse_list, takes
+from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo, scalar
@@ -103,7 +103,6 @@ def verify(options: VerifyOptions) -> Verification:
 
     Raises UsageError for addresses without shards. What is wrong with shards is in `findings`.
     """
-    need = parse_list(options.need) if isinstance(options.need, str) else options.need
     shards, findings = shards_at(options.urls)
     if options.where is not None:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
@@ -125,7 +124,7 @@ def verify(options: VerifyOptions) -> Verification:
     labels = {
         label.field for index in shards.values() for label in index.labels if not label.is_joined
     }
-    _compare_samples(checks, {*need, *labels}, result)
+    _compare_samples(checks, {*options.need, *labels}, result)
     _check_groups(result, [index for index in shards.values() if len(index)], options.group_by)
     return result
 

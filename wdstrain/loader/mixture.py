@@ -37,9 +37,9 @@ def mix(
     the first step that a set cannot fill, so no sample occurs twice.
     Raises UsageError for weights that do not fit the sets.
     """
-    if not sources:
+    if not (sources and isinstance(sources, Mapping)):
         raise UsageError(
-            "sources is empty: must name a set at least.",
+            "sources must name the sets, at least one.",
             "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
         )
     if options.get("balance") is not None:

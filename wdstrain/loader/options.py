@@ -261,6 +261,8 @@ def open_cache(
                 {"cache_limit": cache_limit, "cache_dir": ...},
             )
         return None
+    if not isinstance(cache_dir, str | os.PathLike):
+        raise UsageError("must be the path of a folder.", option="cache_dir", value=cache_dir)
     try:
         limit = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit
     except ValueError as error:

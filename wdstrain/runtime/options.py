@@ -15,12 +15,13 @@ import os
 import sys
 import threading
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
 from operator import index
 from textwrap import fill
+from types import UnionType
 from typing import Any, ParamSpec, TypeVar
 
 from wdstrain.errors import UsageError
@@ -214,6 +215,22 @@ def _described(options: Any) -> str:
 def choices_of(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
     """Return the values that an option may have; empty if they are not a fixed list."""
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value has the type of an option; True if the type is not imported here."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, UnionType):
+        return any(fits(value, one) for one in typing.get_args(hint))
+    if kind is bool:  # of NumPy, too; "no" would be true
+        return not isinstance(value, str)
+    if kind is Sequence:  # an array, too; a text would be a list of letters
+        if isinstance(value, str | bytes) or not isinstance(value, Collection):
+            return False
+        return all(fits(one, typing.get_args(hint)[0]) for one in value)
+    if kind is Any or not isinstance(kind, type):
+        return True
+    return isinstance(value, Real if kind is float else kind)
 
 
 def parse_list(text: str) -> list[str]:

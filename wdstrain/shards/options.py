@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import REQUIRED, choices_of, integer, option, parse_list, types_of
+from wdstrain.runtime.options import (
+    REQUIRED,
+    choices_of,
+    fits,
+    integer,
+    option,
+    parse_list,
+    types_of,
+)
 
 if TYPE_CHECKING:
     from wdstrain.storage.addresses import Urls
@@ -88,22 +96,36 @@ def ignored_number() -> Any:
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Options of which integers with a least value and fixed choices are checked.
+    """Options whose types, least integers and fixed choices are checked.
 
-    Raises UsageError. Integers of NumPy become integers of Python.
+    Raises UsageError. Integers of NumPy become integers of Python, the text of a flag its value,
+    and None the default of an option that may be left out.
     """
 
     def __post_init__(self) -> None:
         hints = types_of(type(self))
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if "least" in field.metadata:
-                object.__setattr__(self, name, integer(name, value, field.metadata["least"]))
-            choices = choices_of(field, hints[name])
+            name, value, hint = field.name, getattr(self, field.name), hints[field.name]
+            if value is None and field.default in (None, ()):
+                value = field.default
+            elif hint is int or "least" in field.metadata:
+                value = integer(name, value, field.metadata.get("least"))
+            elif not fits(value, hint):
+                value = self._parsed(field, value)
+            choices = choices_of(field, hint)
             if choices and value not in choices:
                 raise UsageError(f"must be one of {', '.join(choices)}.", option=name, value=value)
+            object.__setattr__(self, name, value)
+
+    def _parsed(self, field: Field[Any], value: object) -> Any:
+        """Return the value of an option that was given as the text of its flag."""
+        rule = f"must be {field.type}"
+        try:
+            if isinstance(value, str) and (parse := field.metadata["parse"]):
+                return parse(value)
+        except ValueError as error:
+            rule = str(error)
+        raise UsageError(f"{rule}.", option=field.name, value=value)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ def expand(urls: Urls) -> list[str]:
 
 def addresses_of(urls: Urls) -> list[str]:
     """Return addresses without braces. Raises UsageError if there are none."""
-    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    if not addresses:
+    addresses = [urls] if isinstance(urls, str | os.PathLike) else urls
+    addresses = list(addresses) if isinstance(addresses, Iterable) else []
+    if not addresses or not all(isinstance(one, str | os.PathLike) for one in addresses):
         raise UsageError(
             "no address of shards was given.",
             "Name a folder, an index.json, a file, a glob or a brace pattern.",

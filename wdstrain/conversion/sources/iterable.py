@@ -12,6 +12,7 @@ items are read and their images stored as PNG, which is lossless. Nothing is dow
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 def stream_samples(options: PackOptions) -> Source:
     """Return the samples of an iterable or a data set as a source."""
     names = given_classes(options.classes, options.like)
+    if not all(isinstance(label, ColumnInfo) for label in options.labels):
+        raise UsageError("must be a list of ColumnInfo.", option="labels", value=options.labels)
     return stream(
         "samples",
         {"": options.samples},
@@ -195,7 +198,7 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
     """
     import torchvision.datasets  # takes half a second
 
-    name, root, splits = options.name, options.root, options.splits
+    name, root, splits = options.name, os.fspath(options.root), options.splits
     if name not in torchvision.datasets.__all__:
         raise UsageError(
             f"torchvision.datasets has no data set '{name}'.",

@@ -351,8 +351,8 @@ class _Images:
     asked, exist: number of paths so far.
     """
 
-    def __init__(self, files: TableFiles, root: str | None) -> None:
-        base = files.base if root is None else root
+    def __init__(self, files: TableFiles, root: str | os.PathLike[str] | None) -> None:
+        base = files.base if root is None else os.fspath(root)
         self.base, self.asked, self.exist = base or "", 0, 0
         # keys do not say where the folder is
         self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
