@@ -247,7 +247,7 @@ class Run:
     def _note_arrival(self, places: Ints, offsets: Ints, block: int) -> None:
         """Note where samples lie that have arrived. places: numbers of their rows, over all batches."""
         keys, own = np.divmod(places, self._table_size)
-        for key in np.unique(keys).tolist():
+        for key in set(keys.tolist()):
             if key not in self._tables:
                 self._tables[key] = np.full((2, self._table_size), -1)
             mine = keys == key
