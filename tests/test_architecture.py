@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 1426,
     "loader": 1260,
     "shards": 2324,
-    "decode": 1319,
+    "decode": 1344,
     "storage": 1057,
     "reader": 486,
     "cli": 532,
@@ -61,7 +61,7 @@ BUDGETS = {
     "augment": 270,
     "webdataset": 323,
     "native": 56,
-    "": 293,  # modules at the top, memory.py among them
+    "": 294,  # modules at the top, memory.py among them
 }
 
 

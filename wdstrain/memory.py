@@ -63,17 +63,22 @@ class Memory:
         self._populated: set[int] = set()  # offsets that `populate` was called with
 
     def populate(self, start: int, size: int) -> None:
-        """Map all pages of these bytes in one system call, once. Call it before the first write.
-
-        One page fault for each page takes four times as long.
-        """
+        """Map all pages of these bytes, once. Call it before the first write."""
         if size and start not in self._populated:
             self._populated.add(start)
-            with suppress(OSError):  # Linux before 5.14: a first write maps its page
-                self.map.madvise(_POPULATE_READ, start, size)
+            populate(self.map, start, size)
 
     def __reduce__(self) -> tuple[type[Memory], tuple[int, SharedFile]]:
         return Memory, (self.size, self._file)
+
+
+def populate(data: mmap.mmap, start: int, size: int) -> None:
+    """Map all pages of these bytes in one system call.
+
+    One page fault for each page takes four times as long.
+    """
+    with suppress(OSError):  # Linux before 5.14: the first access maps a page
+        data.madvise(_POPULATE_READ, start, size)
 
 
 def checksums(

@@ -17,7 +17,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
 from wdstrain.decode import workers
-from wdstrain.decode.worker_processes import MessageMemory, interruptible_context
+from wdstrain.decode.worker_processes import MessageMemory, interruptible_context, message_in
 from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -85,30 +85,47 @@ def as_lists(value: Any) -> Any:
     return (str(value.dtype), value.tolist()) if is_array else value
 
 
-def test_messages_are_copies_of_what_was_written_and_can_be_changed() -> None:
-    memory = MessageMemory(len(MESSAGES))
-    items = [memory.write(number, message) for number, message in enumerate(MESSAGES.values())]
+def read(memory: MessageMemory, place: Any, *, copy: bool = True) -> Any:
+    return message_in(memory.map(place), place, copy=copy)
+
+
+def test_copies_of_messages_are_what_was_written_and_can_be_changed() -> None:
+    memory = MessageMemory()
+    places = [memory.write(number, message) for number, message in enumerate(MESSAGES.values())]
     for _ in range(2):
-        for item, message in reversed(list(zip(items, MESSAGES.values(), strict=True))):
-            received = memory.read(item)
+        for place, message in reversed(list(zip(places, MESSAGES.values(), strict=True))):
+            received = read(memory, place)
             assert as_lists(received) == as_lists(message)
             for array in received if isinstance(received, list) else []:
                 if isinstance(array, (np.ndarray, torch.Tensor)):
                     array[...] = 3
 
 
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_arrays_of_a_message_lie_aligned_where_it_was_written(name: str) -> None:
+    memory = MessageMemory()
+    place = memory.write(3, MESSAGES[name])
+    first, second = (read(memory, place, copy=False) for _ in range(2))
+    assert as_lists(first) == as_lists(MESSAGES[name])
+    for one, other in zip(first, second, strict=True):
+        if isinstance(one, (np.ndarray, torch.Tensor)):
+            assert np.asarray(one).ctypes.data % 64 == 0
+            one[...] = 3
+            assert (other == 3).all()
+
+
 def test_a_place_is_used_again_for_messages_of_any_size() -> None:
-    memory = MessageMemory(1)
-    for number, name in enumerate(("large", "small", "many", "empty", "large")):
-        item = memory.write(number, MESSAGES[name])
-        assert as_lists(memory.read(item)) == as_lists(MESSAGES[name])
+    memory = MessageMemory()
+    for name in ("large", "small", "many", "empty", "large"):
+        place = memory.write(0, MESSAGES[name])
+        assert as_lists(read(memory, place)) == as_lists(MESSAGES[name])
 
 
 def test_what_cannot_be_pickled_is_an_error_and_the_place_can_be_used_again() -> None:
-    memory = MessageMemory(1)
+    memory = MessageMemory()
     with pytest.raises(Exception, match="lambda"):
         memory.write(0, lambda: 1)
-    assert memory.read(memory.write(0, "next")) == "next"
+    assert read(memory, memory.write(0, "next")) == "next"
 
 
 @pytest.fixture(params=quick_and_slow(["fork", "spawn"], 1))
@@ -119,12 +136,12 @@ def context(request: pytest.FixtureRequest) -> Any:
 def answer(questions: Any, answers: Any, memory: Any) -> None:
     """Return each message with its number, until None."""
     while (item := questions.get(timeout=60)) is not None:
-        answers.put(memory.write(item[0], [item[0], memory.read(item)]))
+        answers.put(memory.write(item[0], [item[0], read(memory, item)]))
 
 
 def test_workers_answer_messages_of_any_size_without_waiting_for_a_reader(context: Any) -> None:
     questions, answers = [context.Queue() for _ in range(2)], context.Queue()
-    memory, messages = MessageMemory(len(MESSAGES)), list(MESSAGES.values())
+    memory, messages = MessageMemory(), list(MESSAGES.values())
     workers = [
         context.Process(target=answer, args=(queue, answers, memory), daemon=True)
         for queue in questions
@@ -140,7 +157,7 @@ def test_workers_answer_messages_of_any_size_without_waiting_for_a_reader(contex
         assert worker.exitcode == 0
     received = sorted(answers.get(timeout=20) for _ in messages)
     for number, message in enumerate(messages):
-        assert as_lists(memory.read(received[number])) == [number, as_lists(message)]
+        assert as_lists(read(memory, received[number])) == [number, as_lists(message)]
 
 
 def test_a_queue_without_items_is_empty(context: Any) -> None:
@@ -168,7 +185,7 @@ def open_files() -> set[str]:
 
 def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
     files = open_files()
-    queue, memory = context.Queue(), MessageMemory(1)
+    queue, memory = context.Queue(), MessageMemory()
     queue.put(memory.write(0, "message"))
     opened = open_files() - files
     assert len(opened) >= 2

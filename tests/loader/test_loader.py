@@ -74,6 +74,28 @@ def test_kept_batches_do_not_change_and_memory_of_released_ones_is_reused(
         assert loader.report()["copies"] > 0
 
 
+def test_kept_values_of_any_size_do_not_change_and_can_be_written_to(pictures: Path) -> None:
+    """They lie in memory of the worker processes; those of further batches are copies."""
+
+    def values(batch: dict[str, Any]) -> list[Any]:
+        return [image.tolist() for image in batch["image"]]
+
+    fields = {"image": wt.image()}
+    expected = [
+        values(b) for _ in range(2) for b in wt.Loader(pictures, fields, batch_size=3).epoch(0)
+    ]
+    with wt.Loader(pictures, fields, batch_size=3, num_workers=2) as loader:
+        kept = [b for _ in range(2) for b in loader.epoch(0)]
+        one = [b["image"][0] for _ in range(4) for b in loader.epoch(0)]
+        assert [values(b) for b in kept] == expected
+        for batch in kept[::2]:
+            for image in batch["image"]:
+                image.fill_(7)
+        assert [values(b) for b in kept[1::2]] == expected[1::2]
+        assert [image.tolist() for image in one] == [images[0] for images in expected * 2]
+        assert [values(b) for b in loader.epoch(0)] == expected[: len(loader)]
+
+
 def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
     state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
     with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):

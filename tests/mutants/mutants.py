@@ -497,7 +497,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("order-of-messages", "if taken in answers:", "if answers:"),
     ],
     "decode/worker_processes.py": [
-        ("place-of-message", "% self._places * _PLACE_BYTES", "% self._places * 1"),
+        ("place-of-message", "offset = number * _PLACE_BYTES", "offset = number * 1"),
     ],
     "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),

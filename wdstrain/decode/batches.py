@@ -158,6 +158,49 @@ class Layout:
         }
 
 
+class Places:
+    """Numbers of places in a memory. A place is free again once no object refers to its bytes."""
+
+    def __init__(self, busy: int, spare: int) -> None:
+        """busy: places that are taken at a time. spare: places whose bytes others refer to."""
+        self._all, self._spare = frozenset(range(busy + spare)), spare
+        self._taken = set[int]()
+        # To what holds the bytes, by place. No callback: Python drops a Ctrl-C that comes while
+        # Python code runs at an object's end.
+        self._leases: dict[int, weakref.ref[Any]] = {}
+
+    def reset(self) -> None:
+        """Free every place to which nothing refers."""
+        self._taken.clear()
+
+    def take(self) -> int:
+        """Return a free place. Raises WdstrainError if there is none."""
+        free = self._all - self._taken - self._kept()
+        if not free:
+            raise WdstrainError(
+                f"all {len(self._all)} slots for batches are in use.",
+                "Lower {shuffle_buffer}.",
+                {"shuffle_buffer": ...},
+            )
+        place = min(free)  # the first are reused first, so the last may never take memory
+        self._taken.add(place)
+        return place
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether objects may refer to the bytes of one more place."""
+        return len(self._kept()) < self._spare
+
+    def lease(self, place: int, data: Any) -> None:
+        """End the use of a place. It is free again once `data`, which holds its bytes, is freed."""
+        self._taken.discard(place)
+        self._leases[place] = weakref.ref(data)
+
+    def _kept(self) -> set[int]:
+        """Return the places to whose bytes an object refers."""
+        return {place for place, data in self._leases.items() if data() is not None}
+
+
 class Slots:
     """Slots for batches that are read or decoded, and for batches that the user keeps.
 
@@ -167,13 +210,9 @@ class Slots:
 
     def __init__(self, layout: Layout, *, busy: int, spare: int) -> None:
         """busy: slots for batches that are read or decoded. spare: slots for the user's batches."""
-        self.layout, self.spare, self.copies = layout, spare, 0
+        self.layout, self.copies, self._places = layout, 0, Places(busy, spare)
         self.memory = Memory(max(1, (busy + spare) * layout.size))
-        self._all = frozenset(range(busy + spare))
-        self._taken = set[int]()
-        # To the memory under the tensors of a batch, by slot. No callback: Python drops a Ctrl-C
-        # that comes while Python code runs at an object's end.
-        self._leases: dict[int, weakref.ref[Any]] = {}
+        self.take, self.reset = self._places.take, self._places.reset
         self._page_lock_tried = not layout.columns
         self._page_lock: PageLock | None = None
 
@@ -193,39 +232,18 @@ class Slots:
                     error,
                 )
 
-    def reset(self) -> None:
-        """Free every slot whose batch the user does not keep."""
-        self._taken.clear()
-
-    def take(self) -> int:
-        """Return a free slot for a batch. Raises WdstrainError if there is none."""
-        free = self._all - self._taken - self._kept()
-        if not free:
-            raise WdstrainError(
-                f"all {len(self._all)} slots for batches are in use.",
-                "Lower {shuffle_buffer}.",
-                {"shuffle_buffer": ...},
-            )
-        slot = min(free)  # the first slots are reused first, so the last ones may never take memory
-        self._taken.add(slot)
-        return slot
-
     def lease(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
         """Return the first rows of a slot as tensors by name: copies if no slot is spare."""
-        self._taken.discard(slot)
         start, size = slot * self.layout.size, self.layout.size
-        if len(self._kept()) == self.spare or not self.layout.columns:
+        is_spare = self._places.has_spare and self.layout.columns
+        base = (ctypes.c_char * size).from_buffer(self.memory.map, start)
+        self._places.lease(slot, base)
+        if not is_spare:
             arrays = self.layout.arrays(self.memory.view, start, rows)
             self.copies += bool(arrays)
             return self._tensors({name: array.copy() for name, array in arrays.items()})
-        base = (ctypes.c_char * size).from_buffer(self.memory.map, start)
         base.page_lock = self._page_lock  # type: ignore[attr-defined]  # for as long as the tensors
-        self._leases[slot] = weakref.ref(base)
         return self._tensors(self.layout.arrays(base, 0, rows))
-
-    def _kept(self) -> set[int]:
-        """Return the slots whose tensors the user keeps."""
-        return {slot for slot, base in self._leases.items() if base() is not None}
 
     def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Return the columns as tensors; images have their channels before height and width."""

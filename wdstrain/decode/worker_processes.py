@@ -16,16 +16,18 @@ from __future__ import annotations
 import faulthandler
 import functools
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
 import signal
 import time
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, suppress
-from itertools import islice
+from itertools import accumulate, chain, islice
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -36,11 +38,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from wdstrain.decode.batches import BadSample, ReadBatch, Result
+from wdstrain.decode.batches import BadSample, Places, ReadBatch, Result
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.workers import END_SECONDS, PREFETCH, InFlightLimits, Pool
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.memory import Memory, SharedFile
+from wdstrain.memory import Memory, SharedFile, populate
 from wdstrain.runtime.workers import (
     WORKER_DEATH,
     DeferSignals,
@@ -48,13 +50,15 @@ from wdstrain.runtime.workers import (
     set_up_worker,
 )
 
-_Item = tuple[int, int]  # number of a message, and of its parts in the memory
+_Place = tuple[int, int, int]  # of a message in the memory, number of its parts, and bytes
+_Item = tuple[int, _Place]  # number of a message, and where it lies
 
 _PLACE_BYTES = 1 << 36  # address space of a message; memory is taken as it is written
 _MOST_BUFFERS = 1024  # of one system call
-# A larger tensor is sent by torch, as a file in memory of its own: that takes 0.1 ms, and copies
-# nothing in the thread that takes the batches.
-_MOST_COPIED = 1 << 20
+_ALIGN = 64  # bytes, for arrays of any dtype
+# Messages with values that the user keeps. Those of further messages are copies, so their number is
+# not limited.
+_KEPT_MESSAGES = 4
 
 
 class WorkerProcesses(Pool):
@@ -69,7 +73,8 @@ class WorkerProcesses(Pool):
         """context: start method; None: Python's default."""
         super().__init__(decoder, limits)
         self._context, self._sampler = context, _NextItem()
-        self._memory = MessageMemory(limits.messages)
+        self._memory = MessageMemory()
+        self._places = Places(limits.messages, _KEPT_MESSAGES)
         self._processes: list[BaseProcess] = []  # by number; all of them once they have started
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None  # of the DataLoader
@@ -110,6 +115,7 @@ class WorkerProcesses(Pool):
 
     def _begin(self) -> None:
         """Start the workers. If they run, wait for their tasks, and drop the results."""
+        self._places.reset()
         if self._loader is not None:
             iter(self._loader)
             return
@@ -144,14 +150,17 @@ class WorkerProcesses(Pool):
                 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def _send(self, number: int, tasks: list[ReadBatch]) -> None:
-        self._sampler.item = self._memory.write(number, tasks)
+        self._sampler.item = number, self._memory.write(self._places.take(), tasks)
         # The DataLoader asks the sampler again only after a further answer. If none is under way,
         # the loop would wait forever.
         self._iterator._try_put_index()
 
     def _receive(self) -> tuple[int, list[Result]]:
-        item = next(self._iterator)
-        return item[0], self._memory.read(item)
+        number, place = next(self._iterator)
+        data = self._memory.map(place)
+        results = message_in(data, place, copy=not self._places.has_spare)
+        self._places.lease(place[0], data)
+        return number, results
 
 
 _instances: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
@@ -219,15 +228,16 @@ class _DecodingDataset(Dataset[_Item]):
         self._decoder, self._memory = decoder, memory
 
     def __getitem__(self, item: _Item) -> _Item:
-        results = [self._decoder(task, own_process=True) for task in self._memory.read(item)]
+        number, place = item
+        tasks = message_in(self._memory.map(place), place, copy=True)
+        results = [self._decoder(task, own_process=True) for task in tasks]
         try:
-            return self._memory.write(item[0], results)
+            return number, self._memory.write(place[0], results)
         except Exception as error:  # any type, depending on the object that cannot be pickled
             reason = f"an example cannot be sent from a worker process ({error}). Use num_workers=0"
             bad = [BadSample(0, "", reason)]
-            return self._memory.write(
-                item[0], [result._replace(values={}, bad=bad) for result in results]
-            )
+            results = [result._replace(values={}, bad=bad) for result in results]
+            return number, self._memory.write(place[0], results)
 
 
 def _begin_worker(_: int) -> None:
@@ -239,48 +249,56 @@ def _begin_worker(_: int) -> None:
 
 
 class MessageMemory:
-    """Messages in anonymous memory, with numbers. Each has a place, which later messages reuse."""
+    """Messages in anonymous memory, each in a place with a number that later messages use again."""
 
-    def __init__(self, places: int) -> None:
-        """places: message `places` takes the place of message 0, and so on."""
-        self._places, self._file = places, SharedFile()
+    def __init__(self) -> None:
+        self._file = SharedFile()
 
-    def write(self, number: int, message: object) -> _Item:
-        """Write a message, and return the item to read it. Raises what pickling raises."""
+    def write(self, number: int, message: object) -> _Place:
+        """Write a message to the place `number`, and return where it lies.
+
+        Raises what pickling raises.
+        """
         head, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         _MessagePickler(head, 5, True, buffers.append).dump(message)
         parts = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        sizes = np.array([part.nbytes for part in parts])
-        self._transfer(os.pwritev, number, [sizes.view(np.uint8), *parts])
-        return number, len(parts)
-
-    def read(self, item: _Item) -> Any:
-        """Return a copy of the message of an item."""
-        number, parts = item
-        sizes = np.empty(parts, np.int64)
-        self._transfer(os.preadv, number, [sizes.view(np.uint8)])
-        buffers: list[Any] = [np.empty(size, np.uint8) for size in sizes.tolist()]
-        self._transfer(os.preadv, number, [sizes.view(np.uint8), *buffers])
-        return pickle.loads(buffers[0], buffers=buffers[1:])
-
-    def _transfer(self, call: Callable[..., int], number: int, buffers: Iterable[Any]) -> None:
-        """Read or write buffers of bytes one after another, from the start of a message's place."""
-        parts = deque(memoryview(buffer) for buffer in buffers)
-        offset = number % self._places * _PLACE_BYTES
-        while parts:
-            count = call(self._file.fd, list(islice(parts, _MOST_BUFFERS)), offset)
+        parts.insert(0, memoryview(array("q", [part.nbytes for part in parts])).cast("B"))
+        gaps = (memoryview(bytes(-part.nbytes % _ALIGN)) for part in parts)
+        rest = deque(chain(*zip(parts, gaps, strict=True)))
+        nbytes = sum(piece.nbytes for piece in rest)
+        offset = number * _PLACE_BYTES
+        while rest:
+            count = os.pwritev(self._file.fd, list(islice(rest, _MOST_BUFFERS)), offset)
             offset += count
-            while parts and count >= parts[0].nbytes:
-                count -= parts.popleft().nbytes
+            while rest and count >= rest[0].nbytes:
+                count -= rest.popleft().nbytes
             if count:
-                parts[0] = parts[0][count:]
+                rest[0] = rest[0][count:]
+        return number, len(parts) - 1, nbytes
+
+    def map(self, place: _Place) -> mmap.mmap:
+        """Return the bytes of a message where they lie."""
+        number, _, nbytes = place
+        data = mmap.mmap(self._file.fd, nbytes, offset=number * _PLACE_BYTES)
+        populate(data, 0, nbytes)
+        return data
+
+
+def message_in(data: mmap.mmap, place: _Place, *, copy: bool) -> Any:
+    """Return the message in these bytes. copy: its arrays are copies, else they lie in `data`."""
+    view = memoryview(data)
+    sizes = view[: 8 * place[1]].cast("q").tolist()
+    starts = accumulate(size + -size % _ALIGN for size in (8 * len(sizes), *sizes))
+    parts = [view[start : start + n] for start, n in zip(starts, sizes, strict=False)]
+    buffers = map(np.array, parts[1:]) if copy else parts[1:]
+    return pickle.loads(parts[0], buffers=buffers)
 
 
 class _MessagePickler(ForkingPickler):
-    """Pickler that sends tensors as NumPy arrays, unless they are large or NumPy has no such array."""
+    """Pickler that sends tensors as NumPy arrays, unless NumPy has no such array."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.nbytes <= _MOST_COPIED:
+        if type(obj) is torch.Tensor:
             with suppress(TypeError, RuntimeError):
                 return torch.from_numpy, (obj.numpy(),)
         return NotImplemented
