@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3178,
     "training": 2900,
-    "inspection": 1426,
+    "inspection": 1443,
     "loader": 1260,
     "shards": 2324,
     "decode": 1344,

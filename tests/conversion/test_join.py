@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -214,7 +215,8 @@ def test_every_view_of_a_set_knows_its_columns(joined: str) -> None:
     assert (label.name, label.kind, label.classes) == ("mood", "class", ("gay", "sad"))
     with pytest.raises(UsageError, match="embedding, or it holds values that no column can hold"):
         wt.index(joined, label="embedding")
-    wt.repair(joined, out=f"{joined}/../repaired")
+    done = wt.repair(joined, out=f"{joined}/../repaired")
+    assert any(re.match(r"joined columns are not copied: .*embedding", n) for n in done.notes)
     assert not wt.open(f"{joined}/../repaired").labels
 
 

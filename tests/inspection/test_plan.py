@@ -58,6 +58,50 @@ def test_ranks_deliver_and_read_what_was_planned(tmp_path: Path, options: dict[s
     assert planned.exactly_once
 
 
+LENGTHS = [n * 37 % 90 for n in range(400)]
+BUCKETS: list[dict[str, Any]] = [
+    {"buckets": "kind", "batch_size": 7},
+    {"buckets": {"length": [20, 60, 90]}, "budget": 500, "batch_size": 16, "world_size": 2},
+    {"buckets": {"length": [30, 90]}, "budget": 360, "world_size": 2, "lanes": 4, "epoch": 1},
+]
+
+
+@pytest.mark.parametrize("options", BUCKETS)
+def test_ranks_deliver_the_steps_of_each_bucket_that_were_planned(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    samples = ({"json": {"length": n, "kind": "abc"[n % 3]}, "cls": n % 5} for n in LENGTHS)
+    index = wt.pack(samples, tmp_path / "set", max_shard_samples=90)
+    planned, loaders = plan_and_loaders(index, options)
+    batches = [list(loader.epoch(planned.settings["epoch"])) for loader in loaders]
+    sizes = [sum(len(batch["__key__"]) for batch in step) for step in zip(*batches, strict=True)]
+    rows = planned.buckets
+    assert sorted(sizes) == sorted(row["batch"] for row in rows for _ in range(row["steps"]))
+    assert len(sizes) == planned.steps
+    assert [sum(len(batch["__key__"]) for batch in own) for own in batches] == [
+        rank["samples"] for rank in planned.ranks
+    ]
+    assert sum(row["samples"] for row in rows) == len(LENGTHS) == sum(sizes) + planned.left_out
+    assert sum(row["left_out"] for row in rows) == planned.left_out
+    assert planned.exactly_once
+    assert planned.quality == {"classes": None, "neighbors": None}
+
+
+def test_the_shell_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = ({"json": {"length": n}} for n in LENGTHS)
+    wt.pack(samples, tmp_path / "set", max_shard_samples=90)
+    words = ["plan", str(tmp_path / "set"), "--buckets", "length:45,90", "--budget", "450"]
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["buckets"]
+    assert [(row["bucket"], row["batch"]) for row in rows] == [
+        ("length <= 45", 10),
+        ("length <= 90", 5),
+    ]
+    assert main(words) == 0
+    assert re.search(r"length <= 90 +\d+ steps of 5 on all ranks, \d+ of", capsys.readouterr().out)
+    assert main([*words[:3], "length:45,x"]) == 2
+
+
 def held(index: wt.Index, loader: wt.Loader, planned: Any) -> np.ndarray[Any, Any]:
     """Return the bytes that a rank holds at each step. int64[steps]
 

@@ -6,7 +6,7 @@ Each is declared once, and is a keyword argument of the function and a flag of t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -138,6 +138,12 @@ def _prices(text: str) -> list[float]:
     return [float(word) for word in parse_list(text)]
 
 
+def _buckets(text: str) -> str | dict[str, list[float]]:
+    """Return the column of --buckets COLUMN, or its ranges in COLUMN:64,128,256."""
+    column, colon, edges = text.rpartition(":")
+    return {column: list(map(float, edges.split(",")))} if colon else text
+
+
 @dataclass(frozen=True)
 class PlanOptions(CheckedOptions):
     """Options of `wt.plan_epoch`, with the meaning they have for a `Loader`."""
@@ -168,6 +174,15 @@ class PlanOptions(CheckedOptions):
         "drop",
         "samples that fill no step on every rank: left out (drop), filled up with repeated samples "
         "(pad), or a short last batch (keep)",
+    )
+    buckets: str | Mapping[str, Sequence[float]] | None = option(
+        None,
+        "column whose values share a batch; with numbers, its values up to each of them",
+        metavar="COL[:N,N...]",
+        parse=_buckets,
+    )
+    budget: float | None = option(
+        None, "with ranges of a column: most of it in a batch, such as tokens", metavar="N"
     )
     rate: float = option(
         1000.0, "samples per second of each rank, for the hours of the epoch", metavar="N"

@@ -18,6 +18,8 @@ from wdstrain.inspection.options import PlanOptions
 from wdstrain.inspection.result import Result, Size, rows_of
 from wdstrain.inspection.values import known_labels
 from wdstrain.loader.loader import Loader
+from wdstrain.order.buckets import Buckets
+from wdstrain.order.order import Order
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
 from wdstrain.report.printing import counted
@@ -28,7 +30,10 @@ from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
 from wdstrain.storage.remote import is_remote, range_size
 
-_GIVEN = ("batch_size", "world_size", "lanes", "shuffle_buffer", "shuffle", "seed", "tail")
+_GIVEN = (
+    *("batch_size", "world_size", "lanes", "shuffle_buffer", "shuffle", "seed", "tail"),
+    *("buckets", "budget"),
+)
 _NEIGHBORS = 16  # samples that follow each other on disk and count as one place
 _GOOD_EFFECT = 1.1  # batches are as even as random ones that are a tenth smaller
 _MAX_CHANCE = 0.9  # of a design effect that chance excuses
@@ -48,8 +53,10 @@ class EpochPreview(Result):
     disk seeks with nearly every read. held_bytes_most: read and not delivered, when a batch is
     requested. The reader reads some MB ahead, which comes on top.
 
+    buckets: a row for each, with the samples of its batches on all ranks; () without buckets.
+
     quality: by "classes", None without a label that has a column, and by "neighbors" on disk, None
-    if the shards were packed in random order. Each has a text and a value, the design effect, which
+    if the shards were packed in random order; both None with buckets. Each has a text and a value, the design effect, which
     is 1 in a random order and good up to its limit. It is the variance of the shares in batches /
     that of a random order. The batch size means that a batch has one class, or lies in one place on
     disk.
@@ -66,6 +73,7 @@ class EpochPreview(Result):
     requests: int
     cost: float | None
     ranks: tuple[dict[str, int], ...]
+    buckets: tuple[dict[str, Any], ...]
     label: str | None
     quality: dict[str, dict[str, Any] | None]
     is_good: bool
@@ -88,10 +96,16 @@ class EpochPreview(Result):
         named = {
             "samples": f"{self.samples} in {counted(self.shards, 'shard')}, {self.bytes}",
             "epoch": f"{chosen['epoch']}: {counted(self.steps, 'step')} on {counted(world, 'rank')}",
-            "batch": f"{size} per rank, {size * world} in all, {lanes}",
+            "batch": f"{'at most ' * bool(self.buckets)}{size} per rank, {size * world} in all, "
+            f"{lanes}",
             "shuffle": shuffle if chosen["shuffle"] else "none",
             "left out": f"{self.left_out} of {counted(self.samples, 'sample')} "
             f"(tail: {chosen['tail']})",
+            **{
+                row["bucket"]: f"{counted(row['steps'], 'step')} of {row['batch']} on all ranks, "
+                f"{row['left_out']} of {counted(row['samples'], 'sample')} left out"
+                for row in self.buckets
+            },
             "exactly once": "every sample that is not left out" if self.exactly_once else "NO",
             "read": f"{Size(sum(rank['bytes'] for rank in self.ranks))}{requests}",
             "time": f"{seconds} at {chosen['rate']:g} samples/s on each rank",
@@ -115,7 +129,6 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     index = index if options.where is None else index.where(options.where)
     given = {name: getattr(options, name) for name in _GIVEN}
     plan = Loader(index, rank=0, **given).plan(options.epoch)
-    assert isinstance(plan, Plan)
     shares = [_share(index, plan, rank) for rank in range(plan.world_size)]
     ranks, places = tuple(rank for rank, _ in shares), np.hstack([own for _, own in shares])
     of_labels = {label.place for label in known_labels(index) if label.is_class}
@@ -133,6 +146,7 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     }
     bad = [m["text"] for m in quality.values() if m is not None and m["value"] > m["limit"]]
     settings = {"lanes": plan.lane_count, "shuffle_buffer": plan.window}
+    buckets = _bucket_rows(plan) if isinstance(plan, Buckets) else ()
     return EpochPreview(
         settings={**given, **settings, "epoch": options.epoch, "rate": options.rate},
         samples=len(index),
@@ -141,14 +155,17 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
         steps=plan.steps,
         left_out=plan.left_out,
         exactly_once=len(np.unique(places[0])) == len(places[0]) == plan.samples - plan.left_out,
-        hours=plan.steps * options.batch_size / options.rate / 3600,
+        hours=plan.rows_before(0, plan.steps) / options.rate / 3600,
         requests=requests,
         cost=None if options.price is None else cost,
         ranks=ranks,
+        buckets=buckets,
         label=label,
         quality=quality,
         is_good=not bad,
-        verdict=_verdict(bad, options.shuffle, label is not None),
+        verdict="How evenly buckets are mixed is not measured."
+        if buckets
+        else _verdict(bad, options.shuffle, label is not None),
     )
 
 
@@ -162,7 +179,18 @@ def _verdict(bad: list[str], shuffle: bool, has_classes: bool) -> str:
     return f"Not well shuffled: {'; '.join(bad)}. {do}, or {pack}.{hint}"
 
 
-def _share(index: Index, plan: Plan, rank: int) -> tuple[dict[str, int], Ints]:
+def _bucket_rows(plan: Buckets) -> tuple[dict[str, Any], ...]:
+    """Return what an epoch delivers of each bucket."""
+    batch, totals, steps = plan.per_lane * plan.lane_count, plan.totals, plan.bucket_steps
+    names = ("batch", "samples", "steps", "left_out")
+    rows = np.stack([batch, totals, steps, totals - steps * batch], 1).tolist()
+    return tuple(
+        {"bucket": bucket, **dict(zip(names, row, strict=True))}
+        for bucket, row in zip(plan.names, rows, strict=True)
+    )
+
+
+def _share(index: Index, plan: Order, rank: int) -> tuple[dict[str, int], Ints]:
     """Return the row of a rank, and its samples with the steps that deliver them. int64[2, n]"""
     reads, places, held = list[tuple[int, int, int, int]](), [], np.zeros(plan.steps, np.int64)
     for lane in range(plan.lanes_per_rank):
@@ -174,7 +202,9 @@ def _share(index: Index, plan: Plan, rank: int) -> tuple[dict[str, int], Ints]:
         due = step[edges[1:] - 1]
         ids, step = ids[edges[:-1]], step[edges[:-1]]
         held += _held(index.offsets.size[ids], step, due, plan.steps)
-        if plan.lane_samples(plan.lanes_of(rank)[lane]):  # an empty lane pads with another's sample
+        if not isinstance(plan, Plan) or plan.lane_samples(
+            plan.lanes_of(rank)[lane]
+        ):  # an empty lane pads with another's sample
             places.append(np.stack([ids, step]))
     lanes, shards, start, stop = np.array(reads, np.int64).T
     is_next = (np.diff(lanes) == 0) & (np.diff(shards) == 0) & (start[1:] == stop[:-1])
@@ -210,15 +240,15 @@ def _held(sizes: Ints, step: Ints, due: Ints, steps: int) -> Ints:
 # --- quality --------------------------------------------------------------------------------------
 
 
-def _mixing(plan: Plan, codes: Ints | None, places: Ints, words: str) -> dict[str, Any] | None:
-    """Return the spread of codes over batches; None if there are none, or not two of them.
+def _mixing(plan: Order, codes: Ints | None, places: Ints, words: str) -> dict[str, Any] | None:
+    """Return the spread of codes over batches; None with buckets, and without two codes.
 
     codes: of each sample. places: samples and their steps. words: where it is uneven. P is the
     probability that two samples of a batch have one code, P0 that of two samples of the set.
     rho = (P - P0) / (1 - P0) is the intraclass correlation, 1 + (batch size - 1) * rho the design
     effect (Kish).
     """
-    if codes is None:
+    if codes is None or isinstance(plan, Buckets):
         return None
     counts, (ids, step), size = np.bincount(codes).astype(np.float64), places, plan.global_batch
     cells, number = np.unique(step * len(counts) + codes[ids], return_counts=True)

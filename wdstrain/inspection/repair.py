@@ -39,7 +39,7 @@ from wdstrain.inspection.scan import (
 )
 from wdstrain.inspection.verify import ShardsRead
 from wdstrain.loader.stats import Finding
-from wdstrain.report.printing import counted
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
@@ -150,6 +150,10 @@ def _with_what_was_known(index: Index, former: list[Index], result: Repair) -> I
     """Return the index with labels and provenance of the old one; counts only if none is lost."""
     known = [old for old in former if old.shards[0].samples]
     labels = known[0].labels if known and len({old.labels for old in known}) == 1 else ()
+    gone = sorted({c.name for old in known for c in old.columns if c.is_joined})
+    if gone:
+        names = printable(", ".join(gone))
+        result.notes.append(f"joined columns are not copied: {names}. Join the table again.")
     stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
     info = known[0].info if known else {}
     kept = {name: value for name, value in info.items() if name not in stale}
