@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -89,3 +90,6 @@ def test_results_page_and_chart_are_generated_from_the_measured_json(
     runpy.run_path(str(copy / "results_page.py"), run_name="__main__")
     assert (copy / "RESULTS.md").read_text() == (source / "RESULTS.md").read_text()
     assert (tmp_path / "docs" / "images" / "benchmark.svg").read_text() == chart.read_text()
+    table = runpy.run_path(str(copy / "results_page.py"))["resume_table"]
+    measured = json.loads((source / "results" / "resume.json").read_text())
+    assert table(measured) in (ROOT / "docs" / "exact-resume.md").read_text()

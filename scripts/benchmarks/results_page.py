@@ -116,6 +116,18 @@ def _tables(run: dict[str, Any]) -> list[str]:
     return parts
 
 
+def resume_table(run: dict[str, Any]) -> str:
+    """Return the table of docs/exact-resume.md: a line for each library, a column for each job."""
+    libraries: dict[str, dict[str, str]] = {}
+    for name, job, again, never, same in run["tables"][0]["rows"]:
+        counts = f"{again} again, {never} lost" if never else again
+        libraries.setdefault(name, {})[job] = "exact" if same == "yes" else counts
+    jobs = list(next(iter(libraries.values())))
+    lines = [["", *jobs], ["---"] * (len(jobs) + 1)]
+    lines += [[name, *(cells.get(job, "") for job in jobs)] for name, cells in libraries.items()]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def _panels(cases: dict[str, Any]) -> list[Panel]:
     """Return a panel for each case with peers: the better of wdstrain's two, then each library once."""
     panels = []
