@@ -23,6 +23,10 @@ process per core. How each peer is set is said in bench_peers.py.
     R7  memory of all processes beside bare imports in as many, ten epochs: buffer + slots + 300 MB, flat
     R8  no influence: R3 with tail="keep", and R2 with an EXIF segment in each JPEG, 0.95 of the same without
     R9  one slow sample among fifty: a transform takes 1 ms, and 300 ms for one of them; 0.8 of what the mean cost allows
+    R10 R1 in a trainer that is busy for 40 ms with each batch of 64, on another device: loose files, webdataset, our WebDataset, our
+        loader. The rate / 1,600 is the busy share of the trainer; 0.95 for our loader
+    R11 all images of the set decoded in their own sizes, batch 32, the best of 0, 2, 4 and 8 workers: a DataLoader over the bytes in
+        memory with two decoders, and our loader from shards; 1.5 of the best
 
 Beside its rate, each contender has the CPU seconds of its processes per 1,000 samples, the peak of their memory in a turn that is not
 counted, and the 99th percentile of the wait for a batch.
@@ -66,6 +70,7 @@ import wdstrain as wt
 VERSIONS = ("torch", "torchvision", "numpy", "pyarrow", "simplejpeg", "turbojpeg", "webdataset")
 OURS = ["ours, threads", "ours, workers"]
 PATIENCE = 180  # seconds until a contender that does not answer is given up
+_STEP = 0.04  # seconds that a trainer is busy with a batch
 _QUICK, _SLOW, _EACH = 0.001, 0.3, 50  # seconds of a transform for most samples, and for one of 50
 TURN_PATIENCE = 60  # the same for a turn, which takes a few seconds on an idle machine
 
@@ -415,6 +420,40 @@ def r9(bench: Bench) -> None:
             bench.goal("R9", f"batch {batch_size}, num_workers={workers}", share, 0.8)
 
 
+def r10(bench: Bench) -> None:
+    names = ["ImageFolder-tv", "webdataset-tv", "wt.WebDataset", "ours, workers"]
+    found = {name: _rates(bench, name, bench.job("R1"), step=_STEP) for name in names}
+    bench.found["R10"] = {"turns": found}
+    for name, rates in found.items():
+        bench.say("R10", f"{name:18} {_spread(rates)}")
+    busy = statistics.median(found["ours, workers"]) * _STEP / bench.job("R1").batch
+    bench.goal("R10", "busy share of the trainer, ours, workers", busy, 0.95)
+
+
+def r11(bench: Bench) -> None:
+    found = {}
+    for name in ("memory, Pillow", "memory, torchvision", "ours, whole images"):
+        each = {
+            workers: _rates(bench, name, replace(bench.job("R1"), workers=workers))
+            for workers in ((0, CORES) if bench.quick else (0, 2, 4, 8))
+        }
+        best = max(each, key=lambda workers: statistics.median(each[workers]))
+        found[f"{name}, {best} workers"] = each[best]
+        bench.say("R11", f"{name:20} {_spread(each[best])} with {best} workers")
+    bench.found["R11"] = {"turns": found}
+    *others, ours = (statistics.median(rates) for rates in found.values())
+    bench.goal("R11", "ours, whole images / the best of the others", ours / max(others), 1.5)
+
+
+def _rates(bench: Bench, name: str, job: Job, step: float = 0.0) -> list[float]:
+    """Return the samples per second of a contender in some turns, while no other runs."""
+    with _process(bench, name, job) as one:
+        one.ask(do="open")
+        words: dict[str, Any] = {"do": "turn", "seconds": 1.0 if bench.quick else 3.0, "step": step}
+        answers = [one.ask(**words) for _ in range(1 if bench.quick else 3)]
+    return [answer["rate"] for answer in answers]
+
+
 def _slow_at_times(sample: dict[str, Any]) -> dict[str, int]:
     number = int(sample["cls"])
     time.sleep(_SLOW if number % _EACH == 0 else _QUICK)
@@ -431,6 +470,8 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "R7": r7,
     "R8": r8,
     "R9": r9,
+    "R10": r10,
+    "R11": r11,
 }
 
 

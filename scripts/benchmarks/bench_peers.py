@@ -240,6 +240,53 @@ def _loader(job: Job, data: Any, **options: Any) -> DataLoader[Any]:
     )
 
 
+def from_memory(job: Job, name: str) -> Epoch:
+    """All files of the set in memory, decoded as they are by a DataLoader, as benchmarks of decoders do it."""
+    data = [Path(path).read_bytes() for path, _ in job.files()]
+    decode: Decode = dict(pillow=_pillow_alone, torchvision=_torchvision_alone)[name]
+    options: Any = (
+        {"persistent_workers": True, "multiprocessing_context": "fork"} if job.workers else {}
+    )
+    loader = DataLoader(
+        _Decoded(data, decode), 32, collate_fn=len, num_workers=job.workers, **options
+    )
+    return lambda: map(float, loader)
+
+
+class _Decoded(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, data: list[bytes], decode: Decode) -> None:
+        self._data, self._decode = data, decode
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self._decode(self._data[number])
+
+
+def _pillow_alone(data: bytes) -> torch.Tensor:
+    from PIL import Image
+
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def _torchvision_alone(data: bytes) -> torch.Tensor:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    pixels: torch.Tensor = decode_jpeg(encoded, mode=ImageReadMode.RGB)
+    return pixels
+
+
+def ours_whole(job: Job) -> Epoch:
+    """Our loader with images of their own sizes."""
+    import wdstrain as wt
+
+    fields = {"x": wt.image("jpg")}
+    loader = wt.Loader(job.shards, fields, batch_size=32, num_workers=job.workers, tail="keep")
+    return lambda: (float(len(batch["x"])) for batch in loader)
+
+
 def imagefolder(job: Job, decoded: Callable[[Job], Decode]) -> Epoch:
     from torchvision.datasets import ImageFolder
 
@@ -251,9 +298,13 @@ def imagefolder(job: Job, decoded: Callable[[Job], Decode]) -> Epoch:
 
 
 def webdataset(
-    job: Job, decoded: Callable[[Job], Decode] = _pil, *, processes: bool = True
+    job: Job,
+    decoded: Callable[[Job], Decode] = _pil,
+    *,
+    processes: bool = True,
+    module: str = "webdataset",
 ) -> Epoch:
-    wds: Any = import_module("webdataset")
+    wds: Any = import_module(module)  # wdstrain has a WebDataset, too
     data = wds.WebDataset(job.tars, shardshuffle=len(job.tars)).shuffle(1000)
     if job.kind == "picture":
         decode = decoded(job)
@@ -502,6 +553,12 @@ CONTENDERS = {
     "webdataset-tv": Contender(
         partial(webdataset, decoded=_torchvision), install="pip install webdataset"
     ),
+    "wt.WebDataset": Contender(
+        partial(webdataset, decoded=_torchvision, module="wdstrain"),
+    ),
+    "memory, Pillow": Contender(partial(from_memory, name="pillow")),
+    "memory, torchvision": Contender(partial(from_memory, name="torchvision")),
+    "ours, whole images": Contender(ours_whole),
     "webdataset-1": Contender(
         partial(webdataset, processes=False), install="pip install webdataset"
     ),
@@ -532,7 +589,7 @@ def serve(name: str, job: Job) -> None:
             elif asked["do"] == "epoch" and turns is not None:
                 turns.epoch()
             elif turns is not None:
-                found = turns.turn(asked["seconds"])
+                found = turns.turn(asked["seconds"], asked.get("step", 0.0))
         except ImportError as error:
             found = {"absent": str(error)}
         except Exception as error:  # told, and the others go on
@@ -557,8 +614,10 @@ class Turns:
             samples += count
         return {"first": first, "epoch": time.perf_counter() - self._begun, "samples": samples}
 
-    def turn(self, seconds: float) -> dict[str, Any]:
+    def turn(self, seconds: float, step: float) -> dict[str, Any]:
         """Return what whole epochs take, for at least some seconds.
+
+        step: seconds that a trainer is busy with each batch, on another device.
 
         rate: samples per second. cpu: CPU seconds of this process per second. tree_cpu: CPU seconds
         of this process and its workers per 1,000 samples. wait: 99th percentile of the seconds until
@@ -573,6 +632,7 @@ class Turns:
             while (count := next(self._counts)) is not None:
                 samples += count
                 waits.append(time.perf_counter() - asked)
+                time.sleep(step)
                 asked = time.perf_counter()
         return {
             "rate": samples / elapsed,

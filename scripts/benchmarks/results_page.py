@@ -29,6 +29,8 @@ TITLES = {
     "R7": "R7: memory",
     "R8": "R8: what must have no influence",
     "R9": "R9: one slow sample among fifty",
+    "R10": "R10: R1 in a trainer that is busy for 40 ms with each batch of 64",
+    "R11": "R11: whole images of the set, decoded, best of 0, 2, 4 and 8 workers",
 }
 NAMES = {
     "ImageFolder-tv": "ImageFolder, torchvision decoder",
@@ -55,7 +57,7 @@ def page() -> str:
         "`bench_loader.py`: whole epochs, images or arrays with their labels, one worker process or "
         "thread per core. " + _conditions(loader["conditions"]),
     ]
-    for case, found in sorted(loader["cases"].items()):
+    for case, found in sorted(loader["cases"].items(), key=lambda case: int(case[0][1:])):
         parts.append(f"## {TITLES.get(case, case)}")
         parts += [table for table in (_rates(found), _goals(found)) if table]
     for path in sorted(RESULTS.glob("*.json")):
