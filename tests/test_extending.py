@@ -21,10 +21,11 @@ SECTIONS = {part.split("\n")[0]: part for part in GUIDE.read_text().split("\n## 
 def changed(root: Path, block: str) -> Path:
     """Make the change of a block below `root`. Return the file.
 
-    The first line names the file, and the line before or after which the rest of the block goes.
+    The first line names the file, and the line before or after which the rest of the block goes, or
+    that it replaces.
     """
     head, _, text = block.partition("\n")
-    match = re.fullmatch(r"# ([\w/.]+)(?:, (before|after): (.+))?", head)
+    match = re.fullmatch(r"# ([\w/.]+)(?:, (before|after|instead of): (.+))?", head)
     assert match, head
     side, line, path = match[2], match[3], root / match[1]
     if side is None:
@@ -33,7 +34,7 @@ def changed(root: Path, block: str) -> Path:
         return path
     lines = path.read_text().splitlines(keepends=True)
     (place,) = [n for n, there in enumerate(lines) if there.strip() == line]
-    lines.insert(place + (side == "after"), text)
+    lines[place + (side == "after") : place + (side != "before")] = [text]
     path.write_text("".join(lines))
     return path
 

@@ -113,6 +113,36 @@ def test_a_value_of_another_type_is_taken_or_refused(
         function(sources, str(tmp_path / "out"), **{option: value})
 
 
+def join(sources: Path, out: str, **options: Any) -> object:
+    wt.convert_tars(sources / "set", out)
+    return wt.join(out, [{"key": "k1", "score": 1.0}], **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "value"),
+    [
+        (loader, "shuffle", "no"),  # a text that is not empty would be true
+        (plan, "shuffle", "no"),
+        (convert_folder, "dry_run", "no"),
+        (loader, "split", 3),
+        (loader, "multiprocessing_context", "thread"),
+        (convert_folder, "quality", "95"),
+        (pack, "classes", [1, 2]),
+        (join, "on", ["key"]),
+        (index, "label", 3),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_option(
+    sources: Path,
+    tmp_path: Path,
+    function: Callable[..., object],
+    option: str,
+    value: object,
+) -> None:
+    with pytest.raises(wt.UsageError, match=rf"^{option}=.*: must be "):
+        function(sources, str(tmp_path / "out"), **{option: value})
+
+
 @pytest.mark.parametrize(
     ("function", "option", "value"),
     [

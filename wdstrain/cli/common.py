@@ -260,7 +260,7 @@ def _add_flag(target: Any, field: dataclasses.Field[Any], names: list[str], hint
     else:
         words |= {"required": field.default is REQUIRED, "nargs": about.get("nargs")}
         words["type"] = _converter(about["parse"], hint)
-        choices = choices_of(field, hint)
+        choices = choices_of(hint)
         words |= {"choices": choices} if choices else {"metavar": about["metavar"] or None}
         if about["several"] or about["parse"] is parse_list:
             words["action"] = "extend" if about["parse"] is parse_list else "append"

@@ -411,7 +411,7 @@ class TorchvisionOptions(Options):
 
 
 @dataclass(frozen=True)
-class JoinOptions:
+class JoinOptions(CheckedOptions):
     """Columns of a table to add to the index of a finished set."""
 
     urls: str | Path = option(REQUIRED, "folder or bucket address of the set", metavar="SET")
@@ -428,7 +428,7 @@ class JoinOptions:
 
 
 @dataclass(frozen=True)
-class RemoveOptions:
+class RemoveOptions(CheckedOptions):
     """Samples to remove from a finished set."""
 
     urls: Urls = shard_urls("folder or bucket address of the set, or some of its shards")
@@ -446,6 +446,7 @@ class RemoveOptions:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.where is None) == (self.keys is None):
             raise UsageError(
                 "the samples to remove are named by {where} or {keys}, not by both.",

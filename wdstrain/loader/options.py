@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,24 +18,11 @@ from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.runtime.launch import Launch
 from wdstrain.runtime.options import integer, is_number, parse_size
+from wdstrain.shards.options import CheckedOptions
 from wdstrain.storage.cache import Cache
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 OnError = Literal["raise", "replace", "mark"]
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "tail": get_args(Tail),
-    "on_error": get_args(OnError),
-    "multiprocessing_context": (None, *get_args(StartMethod)),
-}
-
-_INTEGERS: dict[str, int | None] = {  # least values
-    "batch_size": 1,
-    "num_workers": 0,
-    "seed": None,
-    "lanes": 1,
-    "shuffle_buffer": None,
-}
 
 # arguments that other loaders have, and the next step of somebody who is used to them
 HABITS = {
@@ -57,7 +44,7 @@ HABITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
+class LoaderOptions(CheckedOptions):
     """Checked options of a `Loader`, which documents them and has the defaults.
 
     is_rank_given: rank and world size are arguments of the user, not those of the job.
@@ -66,51 +53,44 @@ class LoaderOptions:
 
     fields: Mapping[str, Field] | None
     transform: Transform | None
-    batch_size: int
-    num_workers: int
+    batch_size: int = field(metadata={"least": 1})
+    num_workers: int = field(metadata={"least": 0})
     where: str | None
     weights: Any
     balance: str | None
     shuffle: bool
-    shuffle_buffer: int | None
+    shuffle_buffer: int | None = field(default=None, metadata={"least": None})
     seed: int
     tail: Tail
-    lanes: int | None
+    lanes: int | None = field(default=None, metadata={"least": 1})
     rank: int
     world_size: int
     is_rank_given: bool
     on_error: OnError
     max_errors: float
     cache_dir: str | os.PathLike[str] | None
-    cache_limit: int | str | None
+    cache_limit: Any
     split: str | None
     multiprocessing_context: StartMethod | None
     patience: float
     collate_fn: Collate | None
-    buckets: str | Mapping[str, Sequence[float]] | None
+    buckets: Any
     budget: float | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> LoaderOptions:
-        """Return the options with integers of Python, and with the rank of this process."""
-        values = dict(given)
-        for name, least in _INTEGERS.items():
-            if values[name] is not None or name not in ("lanes", "shuffle_buffer"):
-                values[name] = integer(name, values[name], least)
-        values["is_rank_given"] = values["rank"] is not None
-        values["rank"], values["world_size"] = rank_of(values["rank"], values["world_size"])
-        return cls(**values)
+        """Return the options, with the rank of this process."""
+        rank, world_size = rank_of(given["rank"], given["world_size"])
+        ranks = {"rank": rank, "world_size": world_size, "is_rank_given": given["rank"] is not None}
+        return cls(**{**given, **ranks})
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                names = ", ".join(filter(None, choices))
-                raise UsageError(f"must be one of {names}.", option=name, value=getattr(self, name))
         for is_wrong, *texts in self._rules():
             if is_wrong:
                 raise UsageError(*texts)
-        for name, field in (self.fields or {}).items():
-            _check_field(name, field)
+        super().__post_init__()
+        for name, one in (self.fields or {}).items():
+            _check_field(name, one)
         _check_buckets(self.buckets)
         open_cache(self.cache_dir, self.cache_limit)  # raises UsageError
 
@@ -141,7 +121,7 @@ class LoaderOptions:
                 {"budget": self.budget, "buckets": {"length": [64, 128]}},
             ),
             (
-                self.shuffle_buffer is not None and self.shuffle_buffer < 1,
+                isinstance(self.shuffle_buffer, int) and self.shuffle_buffer < 1,
                 "{shuffle_buffer}: must be an integer >= 1.",
                 "Use {shuffle} to read in file order.",
                 {"shuffle_buffer": self.shuffle_buffer, "shuffle": False},
@@ -261,8 +241,6 @@ def open_cache(
                 {"cache_limit": cache_limit, "cache_dir": ...},
             )
         return None
-    if not isinstance(cache_dir, str | os.PathLike):
-        raise UsageError("must be the path of a folder.", option="cache_dir", value=cache_dir)
     try:
         limit = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit
     except ValueError as error:

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 from textwrap import fill
 from types import UnionType
@@ -32,6 +32,8 @@ R = TypeVar("R")
 
 REQUIRED: Any = dataclasses.MISSING
 
+# values of NumPy have these types, too
+_NUMBERS: dict[Any, Any] = {int: Integral, float: Real}
 # bytes of the units in which people write sizes: 256MB, 256M, 4GiB, 1000
 _UNITS = {
     "": 1,
@@ -212,9 +214,12 @@ def _described(options: Any) -> str:
     return "\n".join(["Arguments:", *lines])
 
 
-def choices_of(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
+def choices_of(hint: Any) -> tuple[str, ...]:
     """Return the values that an option may have; empty if they are not a fixed list."""
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    kinds = (
+        one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is typing.Literal
+    )
+    return typing.get_args(next(kinds, None))
 
 
 def fits(value: object, hint: Any) -> bool:
@@ -228,9 +233,11 @@ def fits(value: object, hint: Any) -> bool:
         if isinstance(value, str | bytes) or not isinstance(value, Collection):
             return False
         return all(fits(one, typing.get_args(hint)[0]) for one in value)
+    if kind is typing.Literal:
+        return value in typing.get_args(hint)
     if kind is Any or not isinstance(kind, type):
         return True
-    return isinstance(value, Real if kind is float else kind)
+    return isinstance(value, _NUMBERS.get(kind, kind))
 
 
 def parse_list(text: str) -> list[str]:

@@ -106,22 +106,22 @@ class CheckedOptions:
         hints = types_of(type(self))
         for field in fields(self):
             name, value, hint = field.name, getattr(self, field.name), hints[field.name]
+            choices = choices_of(hint)
             if value is None and field.default in (None, ()):
                 value = field.default
             elif hint is int or "least" in field.metadata:
                 value = integer(name, value, field.metadata.get("least"))
+            elif choices and not fits(value, hint):
+                raise UsageError(f"must be one of {', '.join(choices)}.", option=name, value=value)
             elif not fits(value, hint):
                 value = self._parsed(field, value)
-            choices = choices_of(field, hint)
-            if choices and value not in choices:
-                raise UsageError(f"must be one of {', '.join(choices)}.", option=name, value=value)
             object.__setattr__(self, name, value)
 
     def _parsed(self, field: Field[Any], value: object) -> Any:
         """Return the value of an option that was given as the text of its flag."""
         rule = f"must be {field.type}"
         try:
-            if isinstance(value, str) and (parse := field.metadata["parse"]):
+            if isinstance(value, str) and (parse := field.metadata.get("parse")):
                 return parse(value)
         except ValueError as error:
             rule = str(error)
