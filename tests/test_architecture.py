@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 2900,
     "inspection": 1443,
     "loader": 1250,
-    "shards": 2324,
+    "shards": 2330,
     "decode": 1344,
     "storage": 1057,
     "reader": 486,

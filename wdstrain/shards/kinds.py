@@ -411,22 +411,32 @@ def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     Cached, because most arrays of a set have the same header. Raises ValueError for a header that
     cannot be read.
     """
-    stream = io.BytesIO(head)
-    npy: Any = np.lib.format  # has no type hints before numpy 2.3
     try:
         if (plain := _PLAIN_HEAD.fullmatch(head)) is not None:
             descr, order, sides = plain.groups()
             shape = tuple(int(side) for side in sides.split(b",") if side.strip())
             return np.dtype(descr.decode()), order == b"True", shape
-        is_first = npy.read_magic(stream) == (1, 0)
-        read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
+        shape, fortran, dtype = _parsed_head(head)
     except Exception as error:  # numpy passes on the errors of Python's parser
         reason = error if isinstance(error, ValueError) else type(error).__name__
         raise ValueError(f"its .npy header cannot be read ({reason})") from error
     if min(shape, default=0) < 0:  # frombuffer and reshape would take -1 as "the rest"
         raise ValueError(f"it claims the shape {shape}")
     return dtype, fortran, shape
+
+
+def _parsed_head(head: bytes, attempts: int = 20) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return what numpy reads in a header, whose parser may fail at random; see `_PLAIN_HEAD`."""
+    npy: Any = np.lib.format  # has no type hints before numpy 2.3
+    stream = io.BytesIO(head)
+    is_first = npy.read_magic(stream) == (1, 0)
+    read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+    try:
+        return read(stream)  # type: ignore[no-any-return]
+    except SystemError:
+        if attempts == 1:
+            raise
+    return _parsed_head(head, attempts - 1)
 
 
 def parsed_json(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
