@@ -276,7 +276,9 @@ def test_a_damaged_cached_shard_is_read_from_the_server_and_kept_anew(
     else:
         flip(damaged, offset_of(loader.index, 3))
     assert epoch(loader) == expected
-    assert (loader.report()["reread"], loader.report()["bad"]) == (int(not is_cut), 0)
+    # The next epoch is read ahead, perhaps before the shard is fetched anew.
+    assert loader.report()["reread"] in ([0] if is_cut else [1, 2])
+    assert loader.report()["bad"] == 0
     check_content(tmp_path, packed, None)  # the damaged file was removed
     assert epoch(loader) == expected
     check_content(tmp_path, packed)
