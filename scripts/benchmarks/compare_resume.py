@@ -1,11 +1,11 @@
-"""What jobs repeat and lose that stop within an epoch and go on: this project beside its peers.
+"""Samples that come again or are lost when a job stops within an epoch and goes on, by library.
 
     python scripts/benchmarks/compare_resume.py [--only NAME ...] [--python NAME=PATH ...] [--json]
 
 Each library reads 960 numbers in a format of its own, shuffled, in batches of 24 of all ranks together. A job stops after
-15 of the 40 steps and keeps what the library's documentation calls its state; webdataset has none. A new job, of the same
-or of other sizes, gets the state and reads to the end of the epoch. What both delivered is compared with an epoch that
-nobody stopped: samples that came again, samples that never came, and whether each step had the same samples.
+15 of the 40 steps and saves its state as the documentation of the library says; webdataset has none. A new job loads the
+state, with the same or with other numbers of ranks and workers, and reads to the end of the epoch. Both jobs together are
+compared with an epoch that nobody stopped.
 
 Each rank is a process, with the environment that torchrun gives it.
 """
@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -43,7 +45,7 @@ class Job(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What one process of a job is told."""
+    """One process of a job: where its data are, and its sizes."""
 
     folder: str
     rank: int
@@ -64,7 +66,7 @@ Steps = Iterator[tuple[list[int], Any]]  # numbers of a batch, and the state aft
 # --- libraries: (samples of a rank from a state on, and how their data are made) -----------------------------------------
 
 
-def _ours(job: Rank, state: Any, urls: Any = "train", **options: Any) -> Steps:
+def own_loader(job: Rank, state: Any, urls: Any = "train", **options: Any) -> Steps:
     wt = import_module("wdstrain")
     sizes = {"batch_size": job.batch, "rank": job.rank, "world_size": job.ranks, "lanes": 2}
     make = wt.mix if isinstance(urls, dict) else wt.Loader
@@ -84,7 +86,7 @@ def _number(sample: dict[str, Any]) -> dict[str, int]:
     return {"n": int(sample["cls"])}
 
 
-def ours_prepare(folder: str) -> None:
+def own_prepare(folder: str) -> None:
     wt = import_module("wdstrain")
     samples = [{"__key__": f"{n:06d}", "cls": n} for n in range(SAMPLES)]
     wt.pack(samples, f"{folder}/train", max_shard_samples=120, shuffle=False)
@@ -189,20 +191,20 @@ class Library(NamedTuple):
 
     read: Callable[..., Steps]
     package: str
-    prepare: Callable[[str], None] = ours_prepare
+    prepare: Callable[[str], None] = own_prepare
     options: Mapping[str, Any] = MappingProxyType({})
 
 
 LIBRARIES = {
-    "wdstrain": Library(_ours, "wdstrain"),
+    "wdstrain": Library(own_loader, "wdstrain"),
     "wdstrain, a mixture": Library(
-        _ours,
+        own_loader,
         "wdstrain",
         options={"urls": {"a": "train", "b": "other"}, "weights": {"a": 2, "b": 1}},
     ),
-    "wdstrain, a filter": Library(_ours, "wdstrain", options={"where": "cls % 5 != 0"}),
+    "wdstrain, a filter": Library(own_loader, "wdstrain", options={"where": "cls % 5 != 0"}),
     "wdstrain, weights": Library(
-        _ours, "wdstrain", options={"weights": [n % 4 for n in range(SAMPLES)]}
+        own_loader, "wdstrain", options={"weights": [n % 4 for n in range(SAMPLES)]}
     ),
     "webdataset": Library(wds, "webdataset"),
     "MosaicML Streaming": Library(mosaic, "mosaicml-streaming", mosaic_prepare),
@@ -226,7 +228,7 @@ def run(
         port = free.getsockname()[1]
     children = []
     for rank in range(job.ranks):
-        told = Rank(folder, rank, job.ranks, job.workers, GLOBAL_BATCH // job.ranks)
+        own = Rank(folder, rank, job.ranks, job.workers, GLOBAL_BATCH // job.ranks)
         sizes = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -238,17 +240,24 @@ def run(
             **os.environ,
             **{key: str(value) for key, value in (sizes | address).items()},
         }
-        words = [python, __file__, "--rank", json.dumps([name, told, state, stop])]
+        words = [python, __file__, "--rank", json.dumps([name, own, state, stop])]
         children.append(
             subprocess.Popen(
-                words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                words,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
         )
     try:
         outs = [child.communicate(timeout=PATIENCE) for child in children]
     except subprocess.TimeoutExpired:
-        for child in children:
-            child.kill()
+        for child in children:  # with its workers
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
         return f"no answer within {PATIENCE} s"
     if failed := next(
         (err for child, (_, err) in zip(children, outs, strict=True) if child.returncode), ""
@@ -277,6 +286,13 @@ def run_rank(name: str, job: Rank, state: str, stop: int | None) -> None:
             break
     print(json.dumps(steps), flush=True)
     os._exit(0)  # workers of some libraries would be waited for
+
+
+def version_of(python: str, package: str) -> str:
+    """Return the version of a package that an interpreter has."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def compare(python: str, name: str, folder: str, jobs: tuple[Job, Job]) -> list[str]:
@@ -317,6 +333,7 @@ def main() -> None:
     pythons = dict(pair.split("=", 1) for pair in arguments.python)
     columns = ("library", "resumed as", "came again", "never came", "same batches")
     record = Record("A job that stops within an epoch and goes on", arguments.json, columns=columns)
+    versions = dict[str, str]()
     for name in arguments.only:
         python = pythons.get(name, sys.executable)
         with tempfile.TemporaryDirectory() as folder:
@@ -331,8 +348,8 @@ def main() -> None:
                 if "workers" in LIBRARIES[name].options and jobs[0].workers != jobs[1].workers:
                     continue
                 record.say(name, sizes, *compare(python, name, folder, jobs))
-    packages = {LIBRARIES[name].package for name in arguments.only}
-    record.end("torch", *sorted(packages))
+        versions[LIBRARIES[name].package] = version_of(python, LIBRARIES[name].package)
+    record.end("torch", installed=versions)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -34,11 +34,17 @@ class Record:
         self.rows.append(list(cells))
         print("   ".join(cells), file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
-    def end(self, *packages: str, device: str = "") -> None:
-        """Print the JSON object, if it was asked for. packages: those whose versions matter."""
+    def end(
+        self, *packages: str, device: str = "", installed: Mapping[str, str] | None = None
+    ) -> None:
+        """Print the JSON object, if it was asked for.
+
+        packages: those of this environment whose versions matter. installed: versions of others.
+        """
         if self.as_json:
             table = {"title": self.title, "columns": list(self.columns), "rows": self.rows}
             about = conditions(*packages, quick=self.quick, device=device)
+            about["installed"] |= installed or {}
             script = Path(sys.argv[0]).name
             print(json.dumps({"script": script, "conditions": about, "tables": [table]}, indent=1))
 

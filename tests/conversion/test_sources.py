@@ -587,6 +587,7 @@ TWICE = "classes has 'cat' at 0 and again later"
         ),
         ([ONE], {"classes": ["cat", "cat"]}, TWICE),
         (Named([ONE]), {}, TWICE),
+        ([ONE], {"classes": "ab"}, "must be a list of names"),
         ([ONE], {"classes": ["ab", 1]}, "must be Sequence"),
         ([ONE, {"txt": "y", "cls": b"cat"}], {}, "row 2: its cls is 'cat', but others are numbers"),
         ([{"cls": b"cat"}, {"cls": 1}], {}, "row 2: its cls is '1', but others are names"),

@@ -497,7 +497,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("order-of-messages", "if taken in answers:", "if answers:"),
     ],
     "decode/worker_processes.py": [
-        ("place-of-message", "offset = number * _PLACE_BYTES", "offset = number * 1"),
+        ("place-of-message", "offset = place * _PLACE_BYTES", "offset = place * 1"),
     ],
     "decode/labels.py": [
         ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),

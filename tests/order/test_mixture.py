@@ -162,7 +162,7 @@ def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -
         ({"weights": {"a": 1e9, "b": 1}}, "must be at least 1/65536"),
         ({"tail": "pad"}, "mixture ends with the first source"),
         ({"batch_size": 100}, "cannot fill one step of 100"),
-        ({"sources": {}}, "sources must name the sets, at least one"),
+        ({"sources": {}}, "sources is empty"),
     ],
 )
 def test_impossible_mixtures_are_refused(

@@ -231,6 +231,15 @@ class ClassOptions(Options):
         None, "shards whose labels and class numbers are kept", metavar="URL"
     )
 
+    def __post_init__(self) -> None:
+        if isinstance(self.classes, str):  # perhaps a file: its name would become a class
+            raise UsageError(
+                "must be a list of names, such as ['cat', 'dog'].",
+                option="classes",
+                value=self.classes,
+            )
+        super().__post_init__()
+
 
 @dataclass(frozen=True)
 class PackOptions(ClassOptions):

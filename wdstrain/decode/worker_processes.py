@@ -50,8 +50,8 @@ from wdstrain.runtime.workers import (
     set_up_worker,
 )
 
-_Place = tuple[int, int, int]  # of a message in the memory, number of its parts, and bytes
-_Item = tuple[int, _Place]  # number of a message, and where it lies
+_Extent = tuple[int, int, int]  # place of a message in the memory, number of its parts, its bytes
+_Item = tuple[int, _Extent]  # number of a message, and where it lies
 
 _PLACE_BYTES = 1 << 36  # address space of a message; memory is taken as it is written
 _MOST_BUFFERS = 1024  # of one system call
@@ -156,10 +156,10 @@ class WorkerProcesses(Pool):
         self._iterator._try_put_index()
 
     def _receive(self) -> tuple[int, list[Result]]:
-        number, place = next(self._iterator)
-        data = self._memory.map(place)
-        results = message_in(data, place, copy=not self._places.has_spare)
-        self._places.lease(place[0], data)
+        number, extent = next(self._iterator)
+        data = self._memory.map(extent)
+        results = message_in(data, extent, copy=not self._places.has_spare)
+        self._places.lease(extent[0], data)
         return number, results
 
 
@@ -228,16 +228,16 @@ class _DecodingDataset(Dataset[_Item]):
         self._decoder, self._memory = decoder, memory
 
     def __getitem__(self, item: _Item) -> _Item:
-        number, place = item
-        tasks = message_in(self._memory.map(place), place, copy=True)
+        number, extent = item
+        tasks = message_in(self._memory.map(extent), extent, copy=True)
         results = [self._decoder(task, own_process=True) for task in tasks]
         try:
-            return number, self._memory.write(place[0], results)
+            return number, self._memory.write(extent[0], results)
         except Exception as error:  # any type, depending on the object that cannot be pickled
             reason = f"an example cannot be sent from a worker process ({error}). Use num_workers=0"
             bad = [BadSample(0, "", reason)]
             results = [result._replace(values={}, bad=bad) for result in results]
-            return number, self._memory.write(place[0], results)
+            return number, self._memory.write(extent[0], results)
 
 
 def _begin_worker(_: int) -> None:
@@ -254,8 +254,8 @@ class MessageMemory:
     def __init__(self) -> None:
         self._file = SharedFile()
 
-    def write(self, number: int, message: object) -> _Place:
-        """Write a message to the place `number`, and return where it lies.
+    def write(self, place: int, message: object) -> _Extent:
+        """Write a message to a place, and return where it lies.
 
         Raises what pickling raises.
         """
@@ -266,7 +266,7 @@ class MessageMemory:
         gaps = (memoryview(bytes(-part.nbytes % _ALIGN)) for part in parts)
         rest = deque(chain(*zip(parts, gaps, strict=True)))
         nbytes = sum(piece.nbytes for piece in rest)
-        offset = number * _PLACE_BYTES
+        offset = place * _PLACE_BYTES
         while rest:
             count = os.pwritev(self._file.fd, list(islice(rest, _MOST_BUFFERS)), offset)
             offset += count
@@ -274,20 +274,20 @@ class MessageMemory:
                 count -= rest.popleft().nbytes
             if count:
                 rest[0] = rest[0][count:]
-        return number, len(parts) - 1, nbytes
+        return place, len(parts) - 1, nbytes
 
-    def map(self, place: _Place) -> mmap.mmap:
+    def map(self, extent: _Extent) -> mmap.mmap:
         """Return the bytes of a message where they lie."""
-        number, _, nbytes = place
-        data = mmap.mmap(self._file.fd, nbytes, offset=number * _PLACE_BYTES)
+        place, _, nbytes = extent
+        data = mmap.mmap(self._file.fd, nbytes, offset=place * _PLACE_BYTES)
         populate(data, 0, nbytes)
         return data
 
 
-def message_in(data: mmap.mmap, place: _Place, *, copy: bool) -> Any:
+def message_in(data: mmap.mmap, extent: _Extent, *, copy: bool) -> Any:
     """Return the message in these bytes. copy: its arrays are copies, else they lie in `data`."""
     view = memoryview(data)
-    sizes = view[: 8 * place[1]].cast("q").tolist()
+    sizes = view[: 8 * extent[1]].cast("q").tolist()
     starts = accumulate(size + -size % _ALIGN for size in (8 * len(sizes), *sizes))
     parts = [view[start : start + n] for start, n in zip(starts, sizes, strict=False)]
     buffers = map(np.array, parts[1:]) if copy else parts[1:]

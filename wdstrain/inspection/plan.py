@@ -22,7 +22,7 @@ from wdstrain.order.buckets import Buckets
 from wdstrain.order.order import Order
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
-from wdstrain.report.printing import counted
+from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -56,10 +56,10 @@ class EpochPreview(Result):
     buckets: a row for each, with the samples of its batches on all ranks; () without buckets.
 
     quality: by "classes", None without a label that has a column, and by "neighbors" on disk, None
-    if the shards were packed in random order; both None with buckets. Each has a text and a value, the design effect, which
-    is 1 in a random order and good up to its limit. It is the variance of the shares in batches /
-    that of a random order. The batch size means that a batch has one class, or lies in one place on
-    disk.
+    if the shards were packed in random order; both None with buckets. Each has a text and a value,
+    the design effect, which is 1 in a random order and good up to its limit. It is the variance of
+    the shares in batches / that of a random order. The batch size means that a batch has one class,
+    or lies in one place on disk.
     """
 
     settings: dict[str, Any]
@@ -102,7 +102,9 @@ class EpochPreview(Result):
             "left out": f"{self.left_out} of {counted(self.samples, 'sample')} "
             f"(tail: {chosen['tail']})",
             **{
-                row["bucket"]: f"{counted(row['steps'], 'step')} of {row['batch']} on all ranks, "
+                printable(
+                    row["bucket"]
+                ): f"{counted(row['steps'], 'step')} of {row['batch']} on all ranks, "
                 f"{row['left_out']} of {counted(row['samples'], 'sample')} left out"
                 for row in self.buckets
             },
@@ -202,9 +204,8 @@ def _share(index: Index, plan: Order, rank: int) -> tuple[dict[str, int], Ints]:
         due = step[edges[1:] - 1]
         ids, step = ids[edges[:-1]], step[edges[:-1]]
         held += _held(index.offsets.size[ids], step, due, plan.steps)
-        if not isinstance(plan, Plan) or plan.lane_samples(
-            plan.lanes_of(rank)[lane]
-        ):  # an empty lane pads with another's sample
+        is_empty = isinstance(plan, Plan) and not plan.lane_samples(plan.lanes_of(rank)[lane])
+        if not is_empty:  # such a lane pads with another's sample
             places.append(np.stack([ids, step]))
     lanes, shards, start, stop = np.array(reads, np.int64).T
     is_next = (np.diff(lanes) == 0) & (np.diff(shards) == 0) & (start[1:] == stop[:-1])

@@ -39,7 +39,7 @@ def mix(
     """
     if not (sources and isinstance(sources, Mapping)):
         raise UsageError(
-            "sources must name the sets, at least one.",
+            f"sources is {type(sources).__name__ if sources else 'empty'}: must name a set at least.",
             "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
         )
     if options.get("balance") is not None:

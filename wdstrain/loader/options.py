@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from wdstrain.decode.decoder import Collate, Transform
-from wdstrain.decode.fields import Field, fits_batch_memory
+from wdstrain.decode.fields import fits_batch_memory
 from wdstrain.errors import UsageError
 from wdstrain.order.order import Tail
 from wdstrain.runtime.launch import Launch
@@ -51,13 +51,13 @@ class LoaderOptions(CheckedOptions):
     Raises UsageError for a value that no shards could make right.
     """
 
-    fields: Mapping[str, Field] | None
+    fields: Mapping[str, Any] | None
     transform: Transform | None
     batch_size: int = field(metadata={"least": 1})
     num_workers: int = field(metadata={"least": 0})
-    where: str | None
+    where: Any
     weights: Any
-    balance: str | None
+    balance: Any
     shuffle: bool
     shuffle_buffer: int | None = field(default=None, metadata={"least": None})
     seed: int

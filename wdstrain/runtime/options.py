@@ -228,11 +228,14 @@ def fits(value: object, hint: Any) -> bool:
     if kind in (typing.Union, UnionType):
         return any(fits(value, one) for one in typing.get_args(hint))
     if kind is bool:  # of NumPy, too; "no" would be true
-        return not isinstance(value, str)
+        return isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if kind is Sequence:  # an array, too; a text would be a list of letters
         if isinstance(value, str | bytes) or not isinstance(value, Collection):
             return False
-        return all(fits(one, typing.get_args(hint)[0]) for one in value)
+        return all(fits(item, typing.get_args(hint)[0]) for item in value)
+    if kind is Mapping and isinstance(value, Mapping):
+        name, own = typing.get_args(hint)
+        return all(fits(key, name) and fits(item, own) for key, item in value.items())
     if kind is typing.Literal:
         return value in typing.get_args(hint)
     if kind is Any or not isinstance(kind, type):

@@ -29,6 +29,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -52,7 +53,8 @@ Array = npt.NDArray[Any]
 
 # The header that numpy writes for arrays of plain numbers, parsed here because numpy uses Python's
 # parser. In some releases of Python 3.11 and 3.12 that parser fails at random when several threads
-# use it, so that good arrays would be bad samples.
+# use it (SystemError), so that good arrays would be bad samples. Other headers are parsed again then.
+_ATTEMPTS = 20
 _PLAIN_HEAD = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|=]?[biufcSU]\d{1,6})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}(?:, \d{1,18})*,?)?)\), \} *\n?",
@@ -425,18 +427,16 @@ def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     return dtype, fortran, shape
 
 
-def _parsed_head(head: bytes, attempts: int = 20) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return what numpy reads in a header, whose parser may fail at random; see `_PLAIN_HEAD`."""
+def _parsed_head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return (shape, is Fortran order, dtype) as numpy reads them in a header; see `_PLAIN_HEAD`."""
     npy: Any = np.lib.format  # has no type hints before numpy 2.3
-    stream = io.BytesIO(head)
-    is_first = npy.read_magic(stream) == (1, 0)
-    read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-    try:
-        return read(stream)  # type: ignore[no-any-return]
-    except SystemError:
-        if attempts == 1:
-            raise
-    return _parsed_head(head, attempts - 1)
+    for _ in range(_ATTEMPTS):
+        stream = io.BytesIO(head)
+        is_first = npy.read_magic(stream) == (1, 0)
+        read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+        with suppress(SystemError):
+            return read(stream)  # type: ignore[no-any-return]
+    raise ValueError("Python's parser failed")
 
 
 def parsed_json(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
