@@ -18,7 +18,9 @@ from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain, groupby, islice
-from multiprocessing.pool import ThreadPool
+from multiprocessing import TimeoutError as NotReady
+from multiprocessing.pool import IMapIterator, ThreadPool
+from typing import TypeVar
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError, logger
 from wdstrain.runtime.file_locks import lock_file, unlock_file
@@ -41,9 +43,11 @@ from wdstrain.storage.remote import RemoteFile, is_remote, name_of, shown_path
 
 _THREADS = 16  # remote shards that are examined at the same time
 _PAUSE = 20.0  # seconds of a scan between two lines about its progress
+_POLL = 0.5  # seconds of each wait for a thread
 _ADVICE = "An index beside them saves this: wdstrain index"
 
 
+Result = TypeVar("Result")
 Note = Callable[[str], None]  # receives a line for the log
 Place = tuple[str, Index | None]  # the path of a shard, and the index that lists it
 
@@ -230,7 +234,8 @@ def recall_or_scan(
 def recall(paths: Sequence[str]) -> dict[str, Index]:
     """Return the indexes of the shards among `paths` that an earlier scan stored."""
     with _threads(min(_THREADS, len(paths) or 1)) as threads:
-        known = dict(zip(paths, threads.map(_recalled, paths), strict=True))
+        results = threads.imap(_recalled, paths)
+        known = {path: _next(results) for path in paths}
     return {path: index for path, index in known.items() if index is not None}
 
 
@@ -353,6 +358,16 @@ def _threads(count: int) -> Iterator[ThreadPool]:
         threads.join()
 
 
+def _next(results: IMapIterator[Result]) -> Result:
+    """Return the next result of threads.
+
+    Python can miss a Ctrl-C that comes just before an endless wait, so each wait has an end.
+    """
+    while True:
+        with suppress(NotReady):
+            return results.next(_POLL)
+
+
 def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[Index]:
     """Yield the index of each shard in order, several remote shards at a time."""
     stopping = threading.Event()
@@ -361,7 +376,7 @@ def _scanned(paths: list[str], failed: list[WdstrainError] | None) -> Iterator[I
         try:
             for _ in paths:
                 try:
-                    yield next(scans)
+                    yield _next(scans)
                 except WdstrainError as error:
                     if failed is None:
                         raise
