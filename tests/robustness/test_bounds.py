@@ -466,7 +466,7 @@ def test_reasons_of_bad_samples_are_truncated(tmp_path: Path) -> None:
 
 
 def test_the_largest_image_is_equal_for_every_decoder() -> None:
-    from wdstrain.decode.formats import MAX_PIXELS
+    from wdstrain.shards.formats import MAX_PIXELS
 
     assert Image.MAX_IMAGE_PIXELS is not None
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS

@@ -19,7 +19,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.decode.formats import EXTENSIONS
+from wdstrain.shards.formats import EXTENSIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of unusual metadata
 

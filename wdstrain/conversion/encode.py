@@ -36,16 +36,17 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
-from wdstrain.decode.codecs import FIRST_TRANSPOSED, decode_image, open_picture, resize
-from wdstrain.decode.formats import (
+from wdstrain.decode.codecs import FIRST_TRANSPOSED, decode_image, resize
+from wdstrain.errors import SampleError, SourceError
+from wdstrain.shards.declare import is_mask
+from wdstrain.shards.formats import (
     BY_EXTENSION,
     EXTENSIONS,
     JPEG,
     format_of,
     is_image,
+    open_picture,
 )
-from wdstrain.errors import SampleError, SourceError
-from wdstrain.shards.declare import is_mask
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from wdstrain.decode.formats import is_image
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.kinds import ColumnInfo
 
 # Files that operating systems leave in folders.

@@ -44,9 +44,9 @@ from wdstrain.conversion.shard_plan import (
 )
 from wdstrain.conversion.shard_writer import Packed, write_shards
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
-from wdstrain.decode.formats import is_image
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.shards.declare import with_labels
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import json_bytes
 from wdstrain.shards.kinds import ColumnInfo

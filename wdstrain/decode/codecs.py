@@ -12,11 +12,10 @@ Only the formats of `formats` are opened.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from wdstrain.decode.formats import JPEG, MAX_PIXELS, PLUGINS
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Box, Draws, Pixels, region
 from wdstrain.errors import SampleError, logger
 from wdstrain.native import kernels
+from wdstrain.shards.formats import JPEG, MAX_PIXELS, open_picture
 from wdstrain.shards.offsets import Ints
 
 # limit for pixels x scans of a JPEG: an image of MAX_PIXELS may have 24 scans
@@ -44,21 +43,6 @@ _BOTTOM_ROW_FIRST, _RIGHT_COLUMN_FIRST = (3, 4, 6, 7), (2, 3, 7, 8)
 FIRST_TRANSPOSED = 5  # 5 to 8: rows and columns are exchanged
 # bytes of decoded regions that wait for resizing; with more they would leave the CPU cache
 _SCRATCH_BYTES = 1 << 20
-
-
-def open_picture(data: bytes | memoryview) -> Image.Image:
-    """Return an image whose header was read, and no pixels yet.
-
-    Raises any error of Pillow's parsers; UnidentifiedImageError for other formats.
-    """
-    return Image.open(io.BytesIO(data), formats=_available_formats())
-
-
-@lru_cache(maxsize=1)
-def _available_formats() -> tuple[str, ...]:
-    """Return the formats that this release of Pillow supports. Older ones lack AVIF."""
-    Image.init()
-    return tuple(name for name in PLUGINS if name in Image.OPEN)
 
 
 def decode_image(data: bytes | memoryview, least: tuple[int, int] = (0, 0)) -> Pixels:

@@ -27,10 +27,10 @@ from wdstrain.decode.codecs import (
     resize,
 )
 from wdstrain.decode.crops import RATIO, SCALE
-from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
+from wdstrain.shards.formats import EXTENSIONS
 from wdstrain.shards.kinds import Array, npy_array, npy_head, parsed_json
 from wdstrain.shards.offsets import Ints
 

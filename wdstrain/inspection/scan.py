@@ -22,12 +22,12 @@ from multiprocessing.pool import ThreadPool
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.decode.formats import is_image
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter, reporting
 from wdstrain.runtime.machine import cores
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, changed, find_index, remains
 from wdstrain.shards.offsets import Offsets, Row

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wdstrain.decode.codecs import decode_image, open_picture
-from wdstrain.decode.formats import format_of, is_image
+from wdstrain.decode.codecs import decode_image
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import typed
 from wdstrain.shards.declare import even_part, read_columns
+from wdstrain.shards.formats import format_of, is_image, open_picture
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from wdstrain.conversion.listing import split_of
 from wdstrain.decode.fields import mask
-from wdstrain.decode.formats import EXTENSIONS, is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
@@ -40,6 +39,7 @@ from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
 from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
+from wdstrain.shards.formats import EXTENSIONS, is_image
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo, scalar
 from wdstrain.shards.offsets import Bools, Ints

@@ -22,12 +22,12 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from wdstrain.decode.codecs import decode_mask
-from wdstrain.decode.formats import is_image
 from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import parsed
 from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
 from wdstrain.shards.declare import is_mask as is_mask_field
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.kinds import ColumnInfo
 
 Pixels = npt.NDArray[np.uint8]

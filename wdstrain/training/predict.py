@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from wdstrain.conversion.listing import Sample
 from wdstrain.conversion.sources.folder import list_folder
-from wdstrain.decode.codecs import FIRST_TRANSPOSED, IGNORED, open_picture
+from wdstrain.decode.codecs import IGNORED
 from wdstrain.decode.fields import Example
-from wdstrain.decode.formats import EXTENSIONS
 from wdstrain.decode.transforms import center_crop
 from wdstrain.errors import UsageError
 from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.report.terminal import Reporter
+from wdstrain.shards.formats import EXTENSIONS, upright_size
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.addresses import INDEX_NAME, Urls
@@ -309,9 +309,7 @@ class PictureSize:
     example: ClassVar[Example] = Example((2,), "int64")
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
-        image = open_picture(bytes(data))
-        is_turned = image.getexif().get(0x0112, 1) >= FIRST_TRANSPOSED
-        out[...] = image.size if is_turned else image.size[::-1]
+        out[...] = upright_size(data)[::-1]
 
 
 # --- samples for the report -----------------------------------------------------------------------

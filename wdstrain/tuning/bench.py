@@ -23,7 +23,6 @@ from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
-from wdstrain.decode.formats import is_image
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
@@ -31,6 +30,7 @@ from wdstrain.report.printing import counted
 from wdstrain.report.terminal import reporting, table_text
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.remote import is_remote

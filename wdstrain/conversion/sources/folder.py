@@ -14,10 +14,10 @@ from typing import Any
 
 from wdstrain.conversion.labels import stated_classes
 from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_there, image_field, walk
-from wdstrain.decode.formats import EXTENSIONS, JPEG
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.declare import mask_label
+from wdstrain.shards.formats import EXTENSIONS, JPEG
 from wdstrain.shards.kinds import ColumnInfo
 
 

@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.conversion.listing import Part, field_name, tidy
-from wdstrain.decode.formats import format_of
 from wdstrain.errors import UsageError
+from wdstrain.shards.formats import format_of
 from wdstrain.shards.label_kinds import NUMBER, WHOLE
 
 Cells = Any  # of one column: pa.ChunkedArray, which has no stubs, or a list

@@ -1,4 +1,4 @@
-"""Image formats. Fields, conversions, `info`, `show` and `predict` ask this table.
+"""Image formats, and what the header of an image says. Fields, columns, conversions, `info`, `show` and `predict` ask this table.
 
 Only these formats are opened. Pillow knows some forty and chooses by the first bytes, not by the
 file name. For EPS it starts Ghostscript: an "image" in a shard of unknown origin would run as a
@@ -7,9 +7,14 @@ program. Others have parsers that are rarely reviewed.
 
 from __future__ import annotations
 
+import io
 import re
 from functools import lru_cache
 from typing import NamedTuple
+
+from PIL import Image
+
+from wdstrain.errors import SampleError
 
 
 class ImageFormat(NamedTuple):
@@ -45,6 +50,7 @@ MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 BY_EXTENSION = {extension: row for row in FORMATS for extension in row.extensions}
 EXTENSIONS = tuple(BY_EXTENSION)
 PLUGINS = tuple(plugin for row in FORMATS for plugin in row.plugins)
+_ORIENTATION, _TRANSPOSED = 0x0112, range(5, 9)  # EXIF tag; rows and columns are exchanged
 _PATTERNS = [(re.compile(row.first_bytes, re.DOTALL), row) for row in FORMATS]
 
 
@@ -60,3 +66,31 @@ def format_of(data: bytes | memoryview) -> ImageFormat | None:
     if bytes(data[4:8]) == b"ftyp":  # bytes after the first box are no brands
         stop = int.from_bytes(data[:4], "big")
     return next((row for pattern, row in _PATTERNS if pattern.match(data, 0, stop)), None)
+
+
+def open_picture(data: bytes | memoryview) -> Image.Image:
+    """Return an image whose header was read, and no pixels yet.
+
+    Raises any error of Pillow's parsers; UnidentifiedImageError for other formats.
+    """
+    return Image.open(io.BytesIO(data), formats=_available_formats())
+
+
+@lru_cache(maxsize=1)
+def _available_formats() -> tuple[str, ...]:
+    """Return the formats that this release of Pillow supports. Older ones lack AVIF."""
+    Image.init()
+    return tuple(name for name in PLUGINS if name in Image.OPEN)
+
+
+def upright_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Return (width, height) of an image as it is shown, by its header and EXIF orientation.
+
+    Raises SampleError for an image whose header cannot be read.
+    """
+    try:
+        with open_picture(data) as image:
+            (width, height), orientation = image.size, image.getexif().get(_ORIENTATION)
+            return (height, width) if orientation in _TRANSPOSED else (width, height)
+    except Exception as error:  # Pillow's plugins raise errors of any type
+        raise SampleError(f"its header cannot be read ({error})") from error
