@@ -104,14 +104,18 @@ class Decoder:
             return _collate_examples(lists[""], self.collate_fn)
         if self.fields is None:
             return lists
-        # The type of a batch value must not depend on its samples, some of which may be marked.
-        are_lists = (Image, Mask) if self.on_error != "mark" else object
         return {
-            name: list(map(_tensor, rows))
-            if isinstance(self.fields[name], are_lists)
-            else stacked(rows)
+            name: list(map(_tensor, rows)) if self._is_list(self.fields[name]) else stacked(rows)
             for name, rows in lists.items()
         }
+
+    def _is_list(self, field: Field) -> bool:
+        """Return whether a batch holds a list of the values of a field without an example.
+
+        The type of a batch value must not depend on its samples, some of which may be marked.
+        """
+        is_image = isinstance(field, (Image, Mask)) and not field.sizes  # of its own size
+        return is_image or self.on_error == "mark"
 
     # --- fields -----------------------------------------------------------------------------------
 

@@ -27,10 +27,10 @@ from wdstrain.decode.codecs import (
     resize,
 )
 from wdstrain.decode.crops import RATIO, SCALE
-from wdstrain.decode.transforms import Augment, Draws, region
+from wdstrain.decode.transforms import Augment, Draws, Size, nearest_size, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
-from wdstrain.shards.formats import EXTENSIONS
+from wdstrain.shards.formats import EXTENSIONS, upright_size
 from wdstrain.shards.kinds import Array, npy_array, npy_head, parsed_json
 from wdstrain.shards.offsets import Ints
 
@@ -86,33 +86,48 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class Image:
-    """Field of `image`. size: (height, width), or None for images as they are stored."""
+    """Field of `image`. size: (height, width), or None for images as they are stored.
+
+    sizes: of the buckets of a loader, of which each image has the nearest in shape; () for an image
+    whose loader is unknown; None without size="bucket".
+    """
 
     names: tuple[str, ...]
-    size: tuple[int, int] | None
+    size: Size | None
     augment: Augment
+    sizes: tuple[Size, ...] | None = None
 
     @property
     def example(self) -> Example | None:
         return Example((*self.size, 3), "uint8", channels_last=True) if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        if out is None or self.size is None:
+        if self.sizes:
+            width, height = upright_size(data)
+            size = self.sizes[nearest_size(width / height, self.sizes)]
+            made = np.zeros((*size, 3), np.uint8)
+            self._read_into(made, data, draws)
+            return made.transpose(2, 0, 1)
+        if out is None:
             return self._read_whole(data, draws)
+        self._read_into(out, data, draws)
+        return None
+
+    def _read_into(self, out: Array, data: memoryview, draws: Draws) -> None:
+        """Decode an image to pixels of the size of `out`. uint8[height, width, 3]"""
         if is_jpeg(data):
             source = np.frombuffer(data, np.uint8)
             place = np.array([source.ctypes.data]), np.array([len(source)])
             if self.read_rows(np.array([0]), *place, out[None], draws[None]):
-                return None
+                return
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
-        box = region(stored_height, stored_width, self.size, self.augment, draws)
+        box = region(stored_height, stored_width, out.shape[:2], self.augment, draws)
         top, left, height, width = box
         resize(pixels[top : top + height, left : left + width], out)
         if self.augment.mirrors(draws):
             out[...] = out[:, ::-1].copy()
         self.augment.apply_policy(out, draws)
-        return None
 
     def read_rows(
         self, rows: Ints, address: Ints, size: Ints, out: Array, draws: Draws
@@ -135,13 +150,17 @@ class Image:
 
 @dataclass(frozen=True)
 class Mask:
-    """Field of `mask`. size: (height, width), or None for masks as they are stored."""
+    """Field of `mask`. size: (height, width), or None for masks as they are stored.
+
+    sizes: as those of an `Image`.
+    """
 
     names: tuple[str, ...]
-    size: tuple[int, int] | None
+    size: Size | None
     augment: Augment
     classes: int | None = None
     ignored: int | None = None
+    sizes: tuple[Size, ...] | None = None
 
     @property
     def example(self) -> Example | None:
@@ -149,12 +168,15 @@ class Mask:
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
         numbers = self.numbers(data)
-        if out is not None and self.size is not None:
+        size = self.size
+        if self.sizes:
+            size = self.sizes[nearest_size(numbers.shape[1] / len(numbers), self.sizes)]
+        if size is not None:
             top, left, height, width = region(
-                len(numbers), numbers.shape[1], self.size, self.augment, draws
+                len(numbers), numbers.shape[1], size, self.augment, draws
             )
-            rows = top + _nearest(height, self.size[0])
-            columns = left + _nearest(width, self.size[1])
+            rows = top + _nearest(height, size[0])
+            columns = left + _nearest(width, size[1])
             numbers = numbers[rows[:, None], columns]
         if self.augment.mirrors(draws):
             numbers = numbers[:, ::-1]
@@ -229,7 +251,7 @@ class NumpyArray:
 def image(
     names: str = ";".join(EXTENSIONS),
     *,
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, int] | str | None = None,
     augment: str | None = None,
     scale: tuple[float, float] = SCALE,
     ratio: tuple[float, float] = RATIO,
@@ -241,7 +263,8 @@ def image(
     format. Without it, a list of b tensors uint8[3, height, width], as large as stored.
 
     names: tar fields to look for, separated by ";"; default: every supported image format.
-    size: side in pixels, or (height, width). The largest region in the center with this aspect
+    size: side in pixels, or (height, width), or "bucket": the size of the bucket of a
+    `Loader(buckets="aspect", pixels=...)`, which each batch has its own of. The largest region in the center with this aspect
     ratio is resized (bilinear, with anti-aliasing), unless `augment` contains "rrc".
     augment: "rrc" (random resized crop), "flip" (left-right, with probability 0.5),
     "trivialaugment", "randaugment"; joined by "+", such as "rrc+flip". The result depends on the
@@ -255,16 +278,17 @@ def image(
 
         wt.Loader(urls, {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
     """
-    shape = sides(size)
+    is_bucket = isinstance(size, str) and size == "bucket"
+    shape = None if is_bucket else sides(size)
     parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
-    if shape is None and (parsed.rrc or parsed.crop_pct != 1):
+    if size is None and (parsed.rrc or parsed.crop_pct != 1):
         name = "augment" if parsed.rrc else "crop_pct"
         raise UsageError(
             f"{{{name}}} needs a size.",
             "Give for example size=224.",
             {"augment": augment, "crop_pct": crop_pct},
         )
-    return Image(field_names(names), shape, parsed)
+    return Image(field_names(names), shape, parsed, () if is_bucket else None)
 
 
 def sides(size: Any) -> tuple[int, int] | None:
@@ -276,7 +300,7 @@ def sides(size: Any) -> tuple[int, int] | None:
         isinstance(side, (int, np.integer)) and side >= 1 for side in pair
     ):
         raise UsageError(
-            "must be a side in pixels >= 1, or a tuple (height, width).",
+            'must be a side in pixels >= 1, a tuple (height, width), or "bucket".',
             option="size",
             value=size,
         )
@@ -286,7 +310,7 @@ def sides(size: Any) -> tuple[int, int] | None:
 def mask(
     names: str = "mask.png",
     *,
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, int] | str | None = None,
     augment: str | None = None,
     scale: tuple[float, float] = SCALE,
     ratio: tuple[float, float] = RATIO,
@@ -327,7 +351,7 @@ def mask_like(
             option="augment",
             value=source.augment.policy,
         )
-    return Mask(names, source.size, source.augment, classes, ignored)
+    return Mask(names, source.size, source.augment, classes, ignored, source.sizes)
 
 
 def json(names: str = "json") -> Json:

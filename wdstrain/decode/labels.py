@@ -27,9 +27,9 @@ from wdstrain.shards.kinds import (
     Array,
     Classes,
     ColumnInfo,
-    json_place,
     names_of,
     number_of,
+    place_of_entry,
     scalar,
     text_of,
 )
@@ -242,7 +242,7 @@ def numbered(field: LabelField, info: ColumnInfo, *, is_alone: bool = True) -> L
 
 def _field(names: str, kind: str, **options: Any) -> LabelField:
     parts = field_names(names, lower=False)
-    name, entry = json_place(parts[0])
+    name, entry = place_of_entry(parts[0])
     if len(parts) == 1 and entry is not None:  # also without an index
         return LabelField((name,), kind, entry, is_bound=True, **options)
     return LabelField(parts, kind, **options)
@@ -251,7 +251,7 @@ def _field(names: str, kind: str, **options: Any) -> LabelField:
 def _info(index: Index, field: LabelField, name: str) -> ColumnInfo | None:
     """Return the column, label or field of samples that a name means; None if there is none."""
     known: tuple[ColumnInfo, ...] = (*index.labels, *index.differing, *index.columns)
-    place = (name, field.entry) if field.is_bound else json_place(name)
+    place = (name, field.entry) if field.is_bound else place_of_entry(name)
     meant = [info for info in known if info.place == place]
     if not meant and not field.is_bound:
         column = column_named(index, name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from wdstrain.errors import UsageError
 
 Draws = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
+Size = tuple[int, int]  # height, width
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 # order of a sample's random numbers
@@ -140,6 +142,15 @@ def region(height: int, width: int, size: tuple[int, ...], augment: Augment, dra
     if augment.rrc:
         return random_crop(height, width, draws, augment.scale, augment.ratio)
     return center_crop(height, width, size[1] / size[0], augment.crop_pct)
+
+
+def nearest_size(shape: Any, sizes: Sequence[Size]) -> Any:
+    """Return which of `sizes` is nearest in shape; shape: width / height, or an array of them.
+
+    sizes: (height, width), from the narrowest to the widest.
+    """
+    shapes = np.array([width / height for height, width in sizes])
+    return np.searchsorted(np.sqrt(shapes[:-1] * shapes[1:]), shape)
 
 
 def random_crop(

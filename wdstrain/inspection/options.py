@@ -184,6 +184,12 @@ class PlanOptions(CheckedOptions):
     budget: float | None = option(
         None, "with ranges of a column: most of it in a batch, such as tokens", metavar="N"
     )
+    pixels: int | None = option(
+        None,
+        "with the buckets of aspect: largest area of the shape of a batch",
+        metavar="N",
+        least=64,
+    )
     rate: float = option(
         1000.0, "samples per second of each rank, for the hours of the epoch", metavar="N"
     )

@@ -32,7 +32,7 @@ from wdstrain.storage.remote import is_remote, range_size
 
 _GIVEN = (
     *("batch_size", "world_size", "lanes", "shuffle_buffer", "shuffle", "seed", "tail"),
-    *("buckets", "budget"),
+    *("buckets", "budget", "pixels"),
 )
 _NEIGHBORS = 16  # samples that follow each other on disk and count as one place
 _GOOD_EFFECT = 1.1  # batches are as even as random ones that are a tenth smaller

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from wdstrain.decode.fields import Field, Image, Mask
+from wdstrain.decode.transforms import Size, nearest_size
 from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.report.printing import counted
 from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.formats import EXTENSIONS, SIDES
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.where import complete_values
+from wdstrain.shards.where import column_named, complete_values
 
 _MOST = 1000  # buckets; each leaves out a part of a batch
 
 
 @dataclass(frozen=True, eq=False)
 class Bucketing:
-    """The buckets of a loader, as `Buckets` takes them: codes, names, and samples from each lane."""
+    """The buckets of a loader, as `Buckets` takes them: codes, names, and samples from each lane.
+
+    sizes: of images, by bucket, if the buckets are shapes of images.
+    """
 
     codes: Ints
     names: Sequence[str]
     per_lane: Ints
+    sizes: tuple[Size, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -44,12 +53,25 @@ def bucketing(index: Index, options: LoaderOptions) -> Bucketing:
     Raises UsageError for options that do not fit the index.
     """
     lanes = max(1, (options.lanes or options.world_size) // options.world_size)  # of a rank
+    if options.pixels is not None:
+        shapes = _shapes(index, options.fields or {})
+        codes, sizes = _by_shape(shapes, options.pixels, options.batch_size * options.world_size)
+        names = [f"{height} x {width}" for height, width in sizes]
+        return Bucketing(codes, names, np.full(len(sizes), options.batch_size // lanes), sizes)
     if isinstance(options.buckets, Mapping):
         ((column, edges),) = options.buckets.items()
         codes, used = _between(complete_values(index, column, "buckets"), list(edges), index)
         names = [f"{column} <= {edge:g}" for edge in used]
         return Bucketing(codes, names, np.array([_per_lane(edge, options, lanes) for edge in used]))
     column = str(options.buckets)
+    if column == "aspect" and column_named(index, column) is None:
+        raise UsageError(
+            "buckets of shapes need the largest area of a shape.",
+            "Give also {pixels}.",
+            {"pixels": 512 * 512},
+            option="buckets",
+            value=column,
+        )
     values, codes = complete_values(index, column, "buckets"), group_codes(index, column)
     first = np.unique(codes, return_index=True)[1]
     if len(first) > _MOST:
@@ -60,6 +82,73 @@ def bucketing(index: Index, options: LoaderOptions) -> Bucketing:
         )
     names = [f"{column} {value}" for value in values.take(pa.array(first)).to_pylist()]
     return Bucketing(codes, names, np.full(len(first), options.batch_size // lanes))
+
+
+def sized(field: Field, bucketing: Bucketing | None) -> Field:
+    """Return an image or mask of size="bucket" with the sizes of the buckets; others unchanged.
+
+    Raises UsageError if there are none.
+    """
+    if not isinstance(field, (Image, Mask)) or field.sizes is None:
+        return field
+    if bucketing is None or not bucketing.sizes:
+        raise UsageError(
+            'size="bucket" is the size of the shape that all images of a batch have.',
+            "Give the loader {buckets} and {pixels}.",
+            {"buckets": "aspect", "pixels": 256 * 256},
+        )
+    return replace(field, sizes=bucketing.sizes)
+
+
+def _shapes(index: Index, fields: Mapping[str, Field]) -> npt.NDArray[np.float64]:
+    """Return width / height of the image of each sample, from the columns of the index."""
+    images = (field.names for field in fields.values() if isinstance(field, Image))
+    places, sides = {column.place: column for column in index.columns}, list[pa.Array]()
+    for side in SIDES:
+        named = [(name, side) for name in next(images, EXTENSIONS) if (name, side) in places]
+        if not named:
+            raise UsageError(
+                "the sizes of the images are no columns of this index yet.",
+                "Run for example: wdstrain index FOLDER --columns jpg.width,jpg.height",
+                option="buckets",
+                value="aspect",
+            )
+        sides.append(pc.coalesce(*(places[place].values for place in named)))
+    unknown = np.flatnonzero(pc.is_null(pc.add(*sides))).tolist()
+    if unknown:
+        raise UsageError(
+            f"{len(unknown)} samples have no size, the first of them {index.key(unknown[0])!r}.",
+            "Run wdstrain index with the width and height of each kind of image, such as png.width, "
+            "or leave them out with {where}.",
+            {"where": ...},
+            option="buckets",
+            value="aspect",
+        )
+    width, height = (np.asarray(side, np.float64) for side in sides)
+    return np.asarray(width / height)
+
+
+def _by_shape(
+    shapes: npt.NDArray[np.float64], pixels: int, least: int
+) -> tuple[Ints, tuple[Size, ...]]:
+    """Return the bucket of each image, and the (height, width) of the buckets.
+
+    No size has more than `pixels`. Sizes are 1:4 to 4:1, with sides that are multiples of about a
+    sixteenth of the side of the square. A size that fewer than `least` images have is not used.
+    """
+    step = max(1, round(pixels**0.5 / 16 / 8) * 8 or round(pixels**0.5 / 16))
+    side = round(pixels**0.5 / step)
+    narrow = [
+        (pixels // width // step * step, width)
+        for width in range(-(-side // 2) * step, side * step + 1, step)
+    ]
+    sizes = sorted({*narrow, *((w, h) for h, w in narrow)}, key=lambda size: size[1] / size[0])
+    while True:
+        codes = nearest_size(shapes, sizes)
+        counts = np.bincount(codes, minlength=len(sizes))
+        if counts.min() >= least or len(sizes) == 1:
+            return codes.astype(np.int64), tuple(sizes)
+        del sizes[int(counts.argmin())]
 
 
 def _between(values: pa.Array, edges: list[Any], index: Index) -> tuple[Ints, list[float]]:

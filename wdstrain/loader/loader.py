@@ -13,9 +13,10 @@ from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from wdstrain.decode.decoder import Collate, Transform
-from wdstrain.decode.fields import Field
+from wdstrain.decode.fields import Field, Image, Mask
 from wdstrain.decode.labels import with_classes
 from wdstrain.errors import UsageError, logger
+from wdstrain.loader.buckets import sized
 from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
@@ -63,9 +64,14 @@ class Loader:
     batch_size      samples of a batch on this rank
     buckets         column such as "length": each batch has samples of one of its values, on all
                     ranks; {"length": [64, 128, 256]}: of one range of values, up to 64, above 64 up
-                    to 128, and so on. Each bucket leaves out the samples that fill no step
+                    to 128, and so on. "aspect", with `pixels`: images of one shape. Each bucket
+                    leaves out the samples that fill no step
     budget          with ranges: most of the column in a batch, such as tokens. A batch has
                     budget / (largest value of the range) samples, and `batch_size` at most
+    pixels          largest area of a shape, such as 512 * 512. The index needs columns of the sizes:
+                    wdstrain index FOLDER --columns jpg.width,jpg.height. wt.image(size="bucket")
+                    crops and resizes each image to the shape of its batch, the nearest to its own
+                    of those that enough images have for a batch on each rank
     shuffle         False: the order of the files
     shuffle_buffer  samples by which a delivery may be later than the read; the loader holds about
                     half of them. Default: 256 MB of samples. Shards that are sorted by class need a
@@ -132,6 +138,7 @@ class Loader:
         split: str | None = None,
         buckets: str | Mapping[str, Sequence[float]] | None = None,
         budget: float | None = None,
+        pixels: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "urls")}
         self._set_up(urls, LoaderOptions.of(given))
@@ -151,7 +158,8 @@ class Loader:
             warn_of_class_numbers(self.index)
         else:
             self.fields = {
-                name: with_classes(field, self.index) for name, field in self.fields.items()
+                name: sized(with_classes(field, self.index), self._plans.bucketing)
+                for name, field in self.fields.items()
             }
         self.plan(0)  # raises now if the sizes do not fit together
         source = self._plans.source
@@ -338,6 +346,8 @@ def _describe(field: Field, batch_size: int) -> str:
     """Return the type and shape of a field in a batch, and the names that it is read from."""
     example = field.example
     if example is None:
-        return f"a list, from {', '.join(field.names)}"
+        is_sized = isinstance(field, (Image, Mask)) and field.sizes
+        kind = "a tensor of its bucket's size" if is_sized else "a list"
+        return f"{kind}, from {', '.join(field.names)}"
     shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
     return f"{example.dtype}{[batch_size, *shape]}, from {', '.join(field.names)}"

@@ -76,6 +76,7 @@ class LoaderOptions(CheckedOptions):
     collate_fn: Collate | None
     buckets: Any
     budget: float | None
+    pixels: int | None = field(default=None, metadata={"least": 64})
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> LoaderOptions:
@@ -119,6 +120,12 @@ class LoaderOptions(CheckedOptions):
                 "{budget}: must be a number, for buckets that are ranges of a column.",
                 "Give for example {buckets}.",
                 {"budget": self.budget, "buckets": {"length": [64, 128]}},
+            ),
+            (
+                self.pixels is not None and self.buckets != "aspect",
+                "{pixels} is the largest area of images in batches of one shape.",
+                "Give {buckets}.",
+                {"pixels": self.pixels, "buckets": "aspect"},
             ),
             (
                 isinstance(self.shuffle_buffer, int) and self.shuffle_buffer < 1,

@@ -1,6 +1,7 @@
 """Label columns: one typed value per sample, made from the bytes of small fields.
 
-A column holds a field (`cls`) or an entry of a JSON field (`json`, entry `kind`). The same function
+A column holds a field (`cls`), or an entry of a JSON field (`json`, entry `kind`) or of an image
+(`jpg`, entry `width`: pixels, upright). The same function
 makes it while shards are written, when `wdstrain index` reads shards made elsewhere, and when
 `verify` compares a column with the bytes.
 
@@ -27,6 +28,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.formats import SIDES, is_image, upright_size
 from wdstrain.shards.kinds import (
     KINDS,
     LONGEST_TEXT,
@@ -150,6 +152,10 @@ class ColumnBuilder:
                 document = parsed_json(bytes(data))
                 if isinstance(document, dict):
                     return [((field, name), value) for name, value in document.items()]
+            elif self._fields is not None and is_image(field):
+                return [
+                    ((field, side), n) for side, n in zip(SIDES, upright_size(data), strict=True)
+                ]
             elif self._fields is not None or field in PLAIN_FIELDS:
                 return [((field, None), scalar(memoryview(data), None))]
             elif self._own_names and "." not in field and field not in CONTENT_FIELDS:

@@ -31,6 +31,7 @@ from wdstrain.shards.columns import (
     is_json,
     typed,
 )
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import find_document, load, save_index
 from wdstrain.shards.kinds import (
@@ -40,8 +41,8 @@ from wdstrain.shards.kinds import (
     Classes,
     ColumnInfo,
     Place,
-    json_place,
     names_of,
+    place_of_entry,
     scalar,
 )
 from wdstrain.shards.label_kinds import class_names, rule_of
@@ -195,13 +196,13 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
 
 def with_columns_of(index: Index, condition: str) -> Index:
     """Return the index with columns of the fields that a condition names and that have none."""
-    places = {name: json_place(name) for name in names_in(condition)}
+    places = {name: place_of_entry(name) for name in names_in(condition)}
     names = [
         name
         for name, (field, entry) in places.items()
         if column_named(index, name) is None
         and field in index.fields
-        and is_json(field) == (entry is not None)
+        and (entry is not None or not (is_json(field) or is_image(field)))
         and not index.disagreement(field, entry)
     ]
     return with_columns(index, names) if names else index
@@ -298,8 +299,8 @@ def column_rows(index: Index) -> list[tuple[str, str]]:
 def _place(index: Index, name: str) -> Place:
     """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
     joined = {column.name: column.place for column in index.columns if column.is_joined}
-    field, entry = joined.get(name) or json_place(name)
-    if name in joined or (field in index.fields and is_json(field) == (entry is not None)):
+    field, entry = joined.get(name) or place_of_entry(name)
+    if name in joined or (field in index.fields and (entry is not None or not is_json(field))):
         return field, entry
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
     raise UsageError(

@@ -45,6 +45,7 @@ FORMATS = (
     # The first box names the brands of a file; MP4 and HEIC begin with such a box too.
     ImageFormat(("avif",), rb"\0\0..ftyp(?:....){0,61}?avi[fs]", ("AVIF",)),
 )
+SIDES = ("width", "height")  # entries of an image, as if it were a JSON document
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 
 BY_EXTENSION = {extension: row for row in FORMATS for extension in row.extensions}

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from isal.isal_zlib import crc32
 
-from wdstrain.errors import DamageError
+from wdstrain.errors import DamageError, UsageError
 from wdstrain.report.printing import counted, printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import Column
@@ -217,8 +217,11 @@ class Index:
     def take(self, ids: Ints) -> Index:
         """Return the index of only these samples. ids: int64[k], ascending and different.
 
-        Shards without a chosen sample are left out, so they are never read.
+        Shards without a chosen sample are left out, so they are never read. Raises UsageError for
+        ids in another order.
         """
+        if np.any(np.diff(ids) <= 0):
+            raise UsageError("the ids of samples must be ascending and different.")
         counts = np.bincount(self.shard_of(ids), minlength=len(self.shards))
         kept = np.flatnonzero(counts).tolist()
         return replace(

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import counted
 from wdstrain.shards.columns import FILE_TYPES, Column, typed
-from wdstrain.shards.kinds import json_place
+from wdstrain.shards.kinds import place_of_entry
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.value_files import ValueFile, write_values
 from wdstrain.shards.where import column_values
@@ -117,7 +117,7 @@ def _check_names(index: Samples, names: Sequence[str]) -> None:
             not taken.isdisjoint((name, npy))
             or ";" in name
             or not name.strip()
-            or json_place(name)[1] is not None
+            or place_of_entry(name)[1] is not None
         ):
             raise UsageError(
                 f"the column {name!r} of the table cannot be joined: the samples or the index "

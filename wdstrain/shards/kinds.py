@@ -1,7 +1,7 @@
 """Kinds of labels and columns: one row says everything that differs between them. Values of fields.
 
 A column of the index holds one value per sample, made from a field of the samples (`cls`) or from an
-entry of a JSON field (`json`, entry `kind`). Conversion, index, conditions, fields of a batch, `info`
+entry of a JSON field (`json`, entry `kind`) or of an image (`jpg`, entry `width`). Conversion, index, conditions, fields of a batch, `info`
 and `verify` ask `KINDS` instead of testing names.
 
 kind      Arrow type                     made from
@@ -40,9 +40,10 @@ import pyarrow as pa
 
 from wdstrain.errors import SampleError
 from wdstrain.report.printing import counted
+from wdstrain.shards.formats import SIDES, format_of, is_image, upright_size
 from wdstrain.shards.value_files import ValueFile
 
-Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
+Place = tuple[str, str | None]  # (field, entry of its JSON document or image, or None)
 
 NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
@@ -234,8 +235,11 @@ def _kind_of_types(python: type, items: frozenset[type]) -> str:
     )
 
 
-def json_place(name: str) -> Place:
-    """Return (field, entry) of `json.kind` or `meta.json.gz.kind`; (name, None) of other names."""
+def place_of_entry(name: str) -> Place:
+    """Return (field, entry) of `json.kind`, `meta.json.gz.kind` or `jpg.width`; else (name, None)."""
+    field, _, entry = name.rpartition(".")
+    if entry in SIDES and is_image(field):
+        return field, entry
     parts = name.split(".")
     at = parts.index("json", 0, -1) + 1 if "json" in parts[:-1] else len(parts)
     at += parts[at:-1][:1] == ["gz"]
@@ -452,11 +456,13 @@ def scalar(
 ) -> Any:
     """Return the text or number of a field, or the entry `column` of its JSON document.
 
-    parse_float: makes the JSON numbers that have a point or an exponent. Raises SampleError for a
+    An image has the entries of `SIDES`. parse_float: makes the JSON numbers that have a point or an exponent. Raises SampleError for a
     missing entry, ValueError for data that cannot be parsed.
     """
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # from an HDF5 or array source
         return npy_array(data).item()
+    if column in SIDES and format_of(data) is not None:
+        return upright_size(data)[SIDES.index(column)]
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text
