@@ -50,7 +50,7 @@ BUDGETS = {
     "inspection": 1445,
     "loader": 1297,
     "shards": 2391,
-    "decode": 1336,
+    "decode": 1342,
     "storage": 1057,
     "reader": 486,
     "cli": 532,

@@ -157,6 +157,15 @@ class Layout:
             for name, (example, offset) in self.columns.items()
         }
 
+    def tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """Return the columns as tensors; images have their channels before height and width."""
+        return {
+            name: torch.from_numpy(
+                array.transpose(0, 3, 1, 2) if self.columns[name][0].channels_last else array
+            )
+            for name, array in arrays.items()
+        }
+
 
 class Places:
     """Numbers of places in a memory. A place is free again once no object refers to its bytes."""
@@ -241,19 +250,9 @@ class Slots:
         if not is_spare:
             arrays = self.layout.arrays(self.memory.view, start, rows)
             self.copies += bool(arrays)
-            return self._tensors({name: array.copy() for name, array in arrays.items()})
+            return self.layout.tensors({name: array.copy() for name, array in arrays.items()})
         base.page_lock = self._page_lock  # type: ignore[attr-defined]  # for as long as the tensors
-        return self._tensors(self.layout.arrays(base, 0, rows))
-
-    def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """Return the columns as tensors; images have their channels before height and width."""
-        columns = self.layout.columns
-        return {
-            name: torch.from_numpy(
-                array.transpose(0, 3, 1, 2) if columns[name][0].channels_last else array
-            )
-            for name, array in arrays.items()
-        }
+        return self.layout.tensors(self.layout.arrays(base, 0, rows))
 
 
 class PageLock:

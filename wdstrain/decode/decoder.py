@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from torch.utils.data import default_collate
 from wdstrain.decode.batches import BadSample, Layout, ReadBatch, Result, reason_of, substitute
 from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
-from wdstrain.decode.transforms import DRAWS, Draws
+from wdstrain.decode.transforms import DRAWS, Draws, Size, nearest_size
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
+from wdstrain.shards.formats import upright_size
 from wdstrain.shards.kinds import Array
 from wdstrain.shards.offsets import Ints
 
@@ -68,10 +69,15 @@ class Decoder:
         self.slots.populate(slot_start, self.layout.size)
         columns = self.layout.arrays(self.slots.view, slot_start, len(batch.ids))
         bad_rows = {row: BadSample(row, *why) for row, why in batch.bad.items()}
+        sized = self._sized_fields(batch)
+        examples = {name: field.example for name, field in sized.items() if field.example}
+        own = Layout.of(examples, len(batch.ids))
+        made = own.arrays(np.zeros(own.size, np.uint8), 0, len(batch.ids))
         if self.transform is not None:
             lists = {"": self._run_transform(self.transform, batch, bad_rows, own_process)}
         elif self.fields is not None:
-            lists = self._decode_fields(self.fields, batch, columns, bad_rows)
+            columns |= made
+            lists = self._decode_fields({**self.fields, **sized}, batch, columns, bad_rows)
         else:
             samples = self._samples(batch)
             lists = {
@@ -87,7 +93,7 @@ class Decoder:
         )
         if all(sample.substitute >= 0 for sample in bad):
             try:
-                values = self._collate(lists)
+                values = self._collate(lists) | own.tensors(made)
             except SampleError as error:
                 bad = [BadSample(0, "", str(error), whole_batch=True)]
         finished, computing = time.perf_counter(), time.thread_time() - cpu_start
@@ -104,20 +110,33 @@ class Decoder:
             return _collate_examples(lists[""], self.collate_fn)
         if self.fields is None:
             return lists
+        # The type of a batch value must not depend on its samples, some of which may be marked.
+        are_lists = (Image, Mask) if self.on_error != "mark" else object
         return {
-            name: list(map(_tensor, rows)) if self._is_list(self.fields[name]) else stacked(rows)
+            name: list(map(_tensor, rows))
+            if isinstance(self.fields[name], are_lists)
+            else stacked(rows)
             for name, rows in lists.items()
         }
 
-    def _is_list(self, field: Field) -> bool:
-        """Return whether a batch holds a list of the values of a field without an example.
-
-        The type of a batch value must not depend on its samples, some of which may be marked.
-        """
-        is_image = isinstance(field, (Image, Mask)) and not field.sizes  # of its own size
-        return is_image or self.on_error == "mark"
-
     # --- fields -----------------------------------------------------------------------------------
+
+    def _sized_fields(self, batch: ReadBatch) -> dict[str, Image | Mask]:
+        """Return the fields of size="bucket" with the size that all images of a batch get."""
+        return {
+            name: replace(field, size=self._size_of(batch, field), sizes=None)
+            for name, field in (self.fields or {}).items()
+            if isinstance(field, (Image, Mask)) and field.sizes
+        }
+
+    def _size_of(self, batch: ReadBatch, field: Image | Mask) -> Size:
+        """Return the size of the bucket of a batch, by the first image with an intact header."""
+        sizes = field.sizes or ()
+        for _, offset, size in self._first_of(batch, field.names).T.tolist():
+            with suppress(SampleError):  # also for a sample without the field
+                width, height = upright_size(self.arena.view[offset : offset + max(0, size)])
+                return sizes[nearest_size(width / height, sizes)]
+        return sizes[0]
 
     def _decode_fields(
         self,

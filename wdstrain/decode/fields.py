@@ -27,10 +27,10 @@ from wdstrain.decode.codecs import (
     resize,
 )
 from wdstrain.decode.crops import RATIO, SCALE
-from wdstrain.decode.transforms import Augment, Draws, Size, nearest_size, region
+from wdstrain.decode.transforms import Augment, Draws, Size, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.native import kernels
-from wdstrain.shards.formats import EXTENSIONS, upright_size
+from wdstrain.shards.formats import EXTENSIONS
 from wdstrain.shards.kinds import Array, npy_array, npy_head, parsed_json
 from wdstrain.shards.offsets import Ints
 
@@ -88,8 +88,8 @@ class Field(Protocol):
 class Image:
     """Field of `image`. size: (height, width), or None for images as they are stored.
 
-    sizes: of the buckets of a loader, of which each image has the nearest in shape; () for an image
-    whose loader is unknown; None without size="bucket".
+    sizes: of the buckets of a loader, of which each batch has one; () if the loader is unknown; None
+    without size="bucket".
     """
 
     names: tuple[str, ...]
@@ -102,32 +102,22 @@ class Image:
         return Example((*self.size, 3), "uint8", channels_last=True) if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        if self.sizes:
-            width, height = upright_size(data)
-            size = self.sizes[nearest_size(width / height, self.sizes)]
-            made = np.zeros((*size, 3), np.uint8)
-            self._read_into(made, data, draws)
-            return made.transpose(2, 0, 1)
-        if out is None:
+        if out is None or self.size is None:
             return self._read_whole(data, draws)
-        self._read_into(out, data, draws)
-        return None
-
-    def _read_into(self, out: Array, data: memoryview, draws: Draws) -> None:
-        """Decode an image to pixels of the size of `out`. uint8[height, width, 3]"""
         if is_jpeg(data):
             source = np.frombuffer(data, np.uint8)
             place = np.array([source.ctypes.data]), np.array([len(source)])
             if self.read_rows(np.array([0]), *place, out[None], draws[None]):
-                return
+                return None
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
-        box = region(stored_height, stored_width, out.shape[:2], self.augment, draws)
+        box = region(stored_height, stored_width, self.size, self.augment, draws)
         top, left, height, width = box
         resize(pixels[top : top + height, left : left + width], out)
         if self.augment.mirrors(draws):
             out[...] = out[:, ::-1].copy()
         self.augment.apply_policy(out, draws)
+        return None
 
     def read_rows(
         self, rows: Ints, address: Ints, size: Ints, out: Array, draws: Draws
@@ -168,15 +158,12 @@ class Mask:
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
         numbers = self.numbers(data)
-        size = self.size
-        if self.sizes:
-            size = self.sizes[nearest_size(numbers.shape[1] / len(numbers), self.sizes)]
-        if size is not None:
+        if out is not None and self.size is not None:
             top, left, height, width = region(
-                len(numbers), numbers.shape[1], size, self.augment, draws
+                len(numbers), numbers.shape[1], self.size, self.augment, draws
             )
-            rows = top + _nearest(height, size[0])
-            columns = left + _nearest(width, size[1])
+            rows = top + _nearest(height, self.size[0])
+            columns = left + _nearest(width, self.size[1])
             numbers = numbers[rows[:, None], columns]
         if self.augment.mirrors(draws):
             numbers = numbers[:, ::-1]

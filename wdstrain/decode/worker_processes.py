@@ -49,6 +49,7 @@ from wdstrain.runtime.workers import (
     recording_context,
     set_up_worker,
 )
+from wdstrain.shards.kinds import Array
 
 _Extent = tuple[int, int, int]  # place of a message in the memory, number of its parts, its bytes
 _Item = tuple[int, _Extent]  # number of a message, and where it lies
@@ -300,8 +301,15 @@ class _MessagePickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
             with suppress(TypeError, RuntimeError):
+                if obj.ndim == 4 and obj.is_contiguous(memory_format=torch.channels_last):
+                    return _channels_last, (obj.permute(0, 2, 3, 1).numpy(),)
                 return torch.from_numpy, (obj.numpy(),)
         return NotImplemented
+
+
+def _channels_last(array: Array) -> torch.Tensor:
+    """Return images [b, height, width, channels] as a tensor [b, channels, height, width]."""
+    return torch.from_numpy(array).permute(0, 3, 1, 2)
 
 
 class MessageQueue:
