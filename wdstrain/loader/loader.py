@@ -227,7 +227,7 @@ class Loader:
         called, otherwise the end of the last loop.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        return {**self._state.position._asdict(), **ranks, **self._plans.identity()}
+        return {**self._state.position._asdict(), **ranks, **self._plans.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `for` loop go on where the state was taken.

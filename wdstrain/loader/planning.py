@@ -1,4 +1,7 @@
-"""From shards and options to epoch plans: which samples an epoch has, how often, in which order."""
+"""From shards and options to epoch plans: which samples an epoch has, how often, in which order.
+
+Weights say how often, and buckets which samples may share a batch and how many of them it holds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +21,13 @@ import pyarrow.compute as pc
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.labels import reader_of, with_classes
 from wdstrain.errors import UsageError, logger
-from wdstrain.loader.buckets import bucketing
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.order.buckets import Buckets
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
+from wdstrain.report.printing import counted
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.offsets import Ints
@@ -38,6 +41,7 @@ _WINDOW_BYTES = 256 << 20
 _WIDEST_WINDOW = 8  # times the longest lane; a wider window does not change the order any more
 _NARROW_WINDOW = 32  # samples; a default window below is reported
 _KEPT_PLANS = 4
+_MOST_BUCKETS = 1000  # each leaves out a part of a batch
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class EpochPlans:
     """Plans of the epochs of a loader.
 
     source: the chosen samples; a loader over them needs no `where` and no `balance`.
-    index: the same samples as one index. weighting, bucketing: of these samples, if any.
+    index: the same samples as one index. weighting: of these samples, if any. bucketing: arguments
+    of `Buckets` for them, if any.
     shuffle_buffer: the window, in samples of a lane.
     plan: returns the plan of an epoch. Raises PlanError for sizes that do not fit together.
     """
@@ -71,7 +76,7 @@ class EpochPlans:
             index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.source = source if isinstance(source, MixedSources) else self.index
-        self.bucketing = None if options.buckets is None else bucketing(self.index, options)
+        self.bucketing = None if options.buckets is None else _bucketing(self.index, options)
         _check_field_names(self.index, options.fields or {})
         self.shuffle_buffer = self._window(options)
         make = self._factory(options)
@@ -139,16 +144,15 @@ class EpochPlans:
         arguments |= {"counts": self.index.counts, "tail": options.tail}
         if self.bucketing is not None:
             Plan(**arguments, epoch=0)  # raises PlanError if the sizes do not fit together
-            own = {name: getattr(self.bucketing, name) for name in ("codes", "names", "per_lane")}
             del arguments["batch_size"], arguments["tail"]
-            return partial(Buckets, **own, **arguments)
+            return partial(Buckets, **self.bucketing, **arguments)
         if self.weighting is None:
             return partial(Plan, **arguments)
-        weights, strata = self.weighting.weights, self.weighting.strata
-        return partial(WeightedPlan, weights=weights, strata=strata, **arguments)
+        return partial(WeightedPlan, **self.weighting._asdict(), **arguments)
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the values that the order depends on, JSON-able, by name."""
+        """The values that the order depends on, JSON-able, by name."""
         plan = self.plan(0)
         values: dict[str, Any] = {
             "order": ORDER,
@@ -161,9 +165,9 @@ class EpochPlans:
             "tail": plan.tail,
         }
         if self.weighting is not None:
-            values["weights"] = self.weighting.fingerprint
+            values["weights"] = _fingerprint(*self.weighting)
         if self.bucketing is not None:
-            values["buckets"] = self.bucketing.fingerprint
+            values["buckets"] = _fingerprint(self.bucketing["codes"], self.bucketing["per_lane"])
         if isinstance(self.source, MixedSources):
             shares = zip(self.source.indexes, self.source.shares, strict=True)
             values |= {"shares": {name: str(share) for name, share in shares}, "turns": TURNS}
@@ -171,14 +175,13 @@ class EpochPlans:
 
     def check_identity(self, state: Mapping[str, Any]) -> None:
         """Raise UsageError if a loader's state belongs to another order."""
-        identity = self.identity()
         differences = [
             f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in identity.items()
+            for name, value in self.identity.items()
             if state.get(name) != value
         ]
         for name in ("weights", "buckets"):
-            if name in state and name not in identity:
+            if name in state and name not in self.identity:
                 differences.append(f"{name} were given, now there are none")
         if differences:
             raise UsageError(
@@ -218,19 +221,22 @@ def warn_of_class_numbers(index: Index) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Weighting:
+def _fingerprint(*arrays: npt.NDArray[Any]) -> str:
+    """Return a short hash of the values of arrays, which the order of an epoch depends on."""
+    digest = blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+class Weighting(NamedTuple):
     """Weights of the samples of an index, and their strata; see `WeightedPlan`."""
 
     weights: npt.NDArray[np.float64]
     strata: Ints
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Short hash of all values, which the order of an epoch depends on."""
-        digest = blake2b(np.ascontiguousarray(self.weights, "<f8").data, digest_size=8)
-        digest.update(np.ascontiguousarray(self.strata, "<i8").data)
-        return digest.hexdigest()
 
 
 def _choose(
@@ -295,3 +301,73 @@ def _array(index: Index, weights: Any) -> npt.NDArray[np.float64]:
     if values.shape != (len(index),):
         raise UsageError(f"weights of shape {list(values.shape)}: {rule}.")
     return values
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def _bucketing(index: Index, options: LoaderOptions) -> dict[str, Any]:
+    """Return the arguments of `Buckets` for the samples of an index: `codes`, `names`, `per_lane`.
+
+    Raises UsageError for options that do not fit the index.
+    """
+    lanes = max(1, (options.lanes or options.world_size) // options.world_size)  # of a rank
+    if isinstance(options.buckets, Mapping):
+        ((column, edges),) = options.buckets.items()
+        codes, used = _between(complete_values(index, column, "buckets"), list(edges), index)
+        names = [f"{column} <= {edge:g}" for edge in used]
+        per_lane = np.array([_per_lane(edge, options, lanes) for edge in used])
+        return {"codes": codes, "names": names, "per_lane": per_lane}
+    column = str(options.buckets)
+    values, codes = complete_values(index, column, "buckets"), group_codes(index, column)
+    first = np.unique(codes, return_index=True)[1]
+    if len(first) > _MOST_BUCKETS:
+        raise UsageError(
+            f"the column has {len(first)} values, and each would be a bucket; {_MOST_BUCKETS} is the limit.",
+            "Give the largest value of each bucket: {buckets}",
+            {"buckets": {column: [64, 128, 256]}},
+        )
+    names = [f"{column} {value}" for value in values.take(pa.array(first)).to_pylist()]
+    per_lane = np.full(len(first), options.batch_size // lanes)
+    return {"codes": codes, "names": names, "per_lane": per_lane}
+
+
+def _between(values: pa.Array, edges: list[Any], index: Index) -> tuple[Ints, list[float]]:
+    """Return the bucket of each sample, and the edges of the buckets that have samples."""
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        raise UsageError(
+            f"edges need a column of numbers; this one holds {values.type}.",
+            "Give the name of the column alone, so that each value is a bucket.",
+            option="buckets",
+            value=edges,
+        )
+    numbers = np.asarray(values, np.float64)
+    codes = np.searchsorted(np.array(edges, np.float64), numbers, side="left")
+    above = np.flatnonzero((codes == len(edges)) | np.isnan(numbers)).tolist()
+    if above:
+        raise UsageError(
+            f"{len(above)} samples are above the last edge {edges[-1]:g}, the first of them "
+            f"{index.key(above[0])!r} with {numbers[above[0]]:g}.",
+            "Add a larger edge, or leave them out with {where}.",
+            {"where": ...},
+            option="buckets",
+            value=edges,
+        )
+    used, codes = np.unique(codes, return_inverse=True)
+    return codes.reshape(-1).astype(np.int64), [float(edges[bucket]) for bucket in used]
+
+
+def _per_lane(edge: float, options: LoaderOptions, lanes: int) -> int:
+    """Return the samples that a batch of a bucket takes from each of the lanes of a rank."""
+    if options.budget is None or edge <= 0:
+        return options.batch_size // lanes
+    count = int(min(options.batch_size, options.budget // edge)) // lanes
+    if count < 1:
+        raise UsageError(
+            f"a batch needs {counted(lanes, 'sample')} at least, of up to {edge:g} each.",
+            "Raise it, or leave the long samples out with {where}.",
+            {"where": ...},
+            option="budget",
+            value=options.budget,
+        )
+    return count
