@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 2900,
     "inspection": 1444,
     "loader": 1227,
-    "shards": 2341,
+    "shards": 2329,
     "decode": 1344,
     "storage": 1057,
     "reader": 486,
