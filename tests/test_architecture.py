@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 3180,
     "training": 2900,
     "inspection": 1444,
-    "loader": 1227,
+    "loader": 1220,
     "shards": 2329,
     "decode": 1344,
     "storage": 1057,
