@@ -106,8 +106,9 @@ class Image:
                 return None
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
-        box = region(stored_height, stored_width, self.size, self.augment, draws)
-        top, left, height, width = box
+        top, left, height, width = region(
+            stored_height, stored_width, self.size, self.augment, draws
+        )
         resize(pixels[top : top + height, left : left + width], out)
         if self.augment.mirrors(draws):
             out[...] = out[:, ::-1].copy()
@@ -127,9 +128,7 @@ class Image:
         """Return the image in its own size. uint8[3, height, width]"""
         pixels = decode_image(data)
         pixels = pixels[:, ::-1] if self.augment.mirrors(draws) else pixels
-        if self.augment.policy:
-            pixels = np.ascontiguousarray(pixels)
-            self.augment.apply_policy(pixels, draws)
+        self.augment.apply_policy(pixels, draws)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 

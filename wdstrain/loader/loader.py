@@ -203,7 +203,21 @@ class Loader:
         as for a validation. By default the next epoch is read ahead, unless the same epoch was
         requested twice in a row.
         """
-        number, start, until = _checked_steps(number, start, until, len(self))
+        number, start = integer("epoch", number, 0), integer("start", start, 0)
+        until = None if until is None else integer("until", until, 0)
+        if until is not None and until <= number:
+            raise UsageError(
+                f"must be above epoch={number}.",
+                f"Use for example until={number + 1}.",
+                option="until",
+                value=until,
+            )
+        if start and start >= len(self):
+            raise UsageError(
+                f"must be below {len(self)}; an epoch has {len(self)} steps, which count from 0.",
+                option="start",
+                value=start,
+            )
         saved = self._state.next_start  # a state that was loaded counts the bad samples before it
         is_same = saved[:2] == (number, start)
         return self._pass(saved if is_same else Position(number, start), until)
@@ -294,28 +308,6 @@ def _copied(
     loader._set_up(source, options)
     loader._state.restore(position)
     return loader
-
-
-def _checked_steps(
-    number: int, start: int, until: int | None, steps: int
-) -> tuple[int, int, int | None]:
-    """Return the arguments of `Loader.epoch` as integers of Python. Raises UsageError."""
-    number, start = integer("epoch", number, 0), integer("start", start, 0)
-    until = None if until is None else integer("until", until, 0)
-    if until is not None and until <= number:
-        raise UsageError(
-            f"must be above epoch={number}.",
-            f"Use for example until={number + 1}.",
-            option="until",
-            value=until,
-        )
-    if start and start >= steps:
-        raise UsageError(
-            f"must be below {steps}; an epoch has {steps} steps, which count from 0.",
-            option="start",
-            value=start,
-        )
-    return number, start, until
 
 
 def _described(loader: Loader, epoch: int, step: int, buffered: float) -> str:

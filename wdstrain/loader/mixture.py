@@ -48,8 +48,7 @@ def mix(
             "Leave it out.",
         )
     where, split = options.pop("where", None), options.pop("split", None)
-    on_error = options.get("on_error", "raise")
-    may_be_short = on_error != "raise"
+    may_be_short = options.get("on_error", "raise") != "raise"
     indexes = {
         name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
     }
