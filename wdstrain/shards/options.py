@@ -47,10 +47,6 @@ def where_option(subject: str) -> Any:
     )
 
 
-def progress_option(arguments: str) -> Any:
-    return option(None, f"function that is called with {arguments} during the work", flag=None)
-
-
 def read_classes(text: str) -> list[str]:
     """Return class names from a file with a name on each line, or from a list with commas.
 
@@ -68,24 +64,6 @@ def read_classes(text: str) -> list[str]:
     else:
         names = text.split(",")
     return [name.strip() for name in names if name.strip()]
-
-
-def stored_label() -> Any:
-    return option(
-        None,
-        "field or entry of JSON that holds the label, such as cls or json.kind; KIND is class, "
-        "number or multi (default: decided by the values)",
-        metavar="NAME[:KIND]",
-    )
-
-
-def stored_classes() -> Any:
-    return option(
-        None,
-        "names of the label's classes in the order of their numbers (default: sorted)",
-        metavar="FILE|A,B,...",
-        parse=read_classes,
-    )
 
 
 def ignored_number() -> Any:
@@ -142,8 +120,18 @@ class IndexOptions(CheckedOptions):
         metavar="NAME[,NAME...]",
         parse=parse_list,
     )
-    label: str | None = stored_label()
-    classes: Sequence[str] | None = stored_classes()
+    label: str | None = option(
+        None,
+        "field or entry of JSON that holds the label, such as cls or json.kind; KIND is class, "
+        "number or multi (default: decided by the values)",
+        metavar="NAME[:KIND]",
+    )
+    classes: Sequence[str] | None = option(
+        None,
+        "names of the label's classes in the order of their numbers (default: sorted)",
+        metavar="FILE|A,B,...",
+        parse=read_classes,
+    )
     ignore: int | None = ignored_number()
 
     def __post_init__(self) -> None:
