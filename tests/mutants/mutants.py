@@ -499,7 +499,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("place-of-message", "offset = place * _PLACE_BYTES", "offset = place * 1"),
     ],
     "decode/labels.py": [
-        ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
+        ("largest-float", "if LARGEST < abs(number) < math.inf", "if LARGEST < number < math.inf"),
         (
             "nulls-need-bytes",
             "or not len(column) or column.stored.null_count:",

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.decode.codecs import (
     IGNORED,
@@ -162,7 +161,7 @@ class Mask:
         out[...] = numbers
         return None
 
-    def numbers(self, data: bytes | memoryview) -> npt.NDArray[np.integer]:
+    def numbers(self, data: bytes | memoryview) -> Array:
         """Return the numbers of a whole mask. Raises SampleError for numbers that are no class."""
         numbers = decode_mask(data, self.ignored)
         if self.classes is None:
@@ -428,6 +427,6 @@ def field_names(names: str, *, lower: bool = True) -> tuple[str, ...]:
     return tuple(map(str.lower, stripped)) if lower else stripped
 
 
-def _nearest(stored: int, wanted: int) -> npt.NDArray[np.int64]:
+def _nearest(stored: int, wanted: int) -> Ints:
     """Return the nearest of `stored` pixels for each of `wanted`: their centers coincide."""
     return ((2 * np.arange(wanted, dtype=np.int64) + 1) * stored) // (2 * wanted)

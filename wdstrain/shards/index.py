@@ -40,8 +40,6 @@ from wdstrain.shards.where import ids_where
 from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
-__all__ = ["Index", "Shard", "join"]
-
 _GAP = 1 << 20  # bytes between two values that a server sends and nobody needs
 
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import counted
 from wdstrain.shards.columns import FILE_TYPES, Column, typed
-from wdstrain.shards.kinds import json_place
+from wdstrain.shards.kinds import LARGEST, json_place
 from wdstrain.shards.value_files import ValueFile, write_values
 from wdstrain.shards.where import Samples, column_values
 
@@ -26,7 +26,6 @@ Cells = Any  # pa.ChunkedArray
 _BLOCK = 1 << 16  # rows that are copied at a time
 _RESERVED = ("key", "shard", "split", "offset", "size")  # names that every index has
 _LISTS = {"text": "multi", "integer": "vector", "number": "vector"}  # by the kind of the items
-_LARGEST = float(np.finfo(np.float32).max)
 _RULE = "A column holds numbers, texts, true and false, or lists of names or of numbers."
 
 
@@ -212,7 +211,7 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
         )
     if kind == "vector" and any(map(_overflows, items.chunks)):
         raise UsageError(
-            f"the column {name!r} of the table has numbers beyond {_LARGEST:g}, the largest of "
+            f"the column {name!r} of the table has numbers beyond {LARGEST:g}, the largest of "
             "float32, as which lists of numbers are kept.",
             "Scale them.",
         )
@@ -232,7 +231,7 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
 def _overflows(numbers: pa.Array) -> bool:
     """Return whether a number is finite, but not as float32."""
     values = np.asarray(numbers)
-    return bool((np.isfinite(values) & (np.abs(values) > _LARGEST)).any())
+    return bool((np.isfinite(values) & (np.abs(values) > LARGEST)).any())
 
 
 def _in_file(column: Column, folder: str) -> Column:
