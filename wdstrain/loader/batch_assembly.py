@@ -31,6 +31,8 @@ from wdstrain.reader.reads import sample_members
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Bools, Ints
 
+Batch = dict[str, Any]
+
 _MOST_TRIED = 100  # samples that are tried as substitutes, one after another
 
 

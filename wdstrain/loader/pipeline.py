@@ -36,8 +36,6 @@ from wdstrain.runtime.watchdog import StallWatchdog
 from wdstrain.runtime.workers import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
 
-Batch = dict[str, Any]
-
 OVER = (
     "this pass over the loader is over: it was closed, or ended with an error.",
     "Begin another one.",
