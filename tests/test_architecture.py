@@ -48,20 +48,20 @@ BUDGETS = {
     "conversion": 3180,
     "training": 2898,
     "inspection": 1445,
-    "loader": 1297,
-    "shards": 2391,
-    "decode": 1342,
-    "storage": 1057,
-    "reader": 486,
+    "loader": 1264,
+    "shards": 2362,
+    "decode": 1337,
+    "storage": 1055,
+    "reader": 476,
     "cli": 532,
-    "runtime": 405,
+    "runtime": 403,
     "tuning": 218,
-    "order": 509,
+    "order": 501,
     "report": 226,
-    "augment": 270,
-    "webdataset": 323,
+    "augment": 267,
+    "webdataset": 321,
     "native": 56,
-    "": 294,  # modules at the top, memory.py among them
+    "": 293,  # modules at the top, memory.py among them
 }
 
 

@@ -185,11 +185,10 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/loader/test_positions.py::test_a_state_of_other_samples_is_refused_although_they_are_as_many",
         "tests/loader/test_selection.py",
     ),
-    "loader/mixture.py": ("tests/order/test_mixture.py",),
     "loader/epoch.py": ("tests/loader/test_positions.py",),
     "loader/options.py": ("tests/loader/test_distributed.py",),
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
-    "loader/loader.py": ("tests/loader/test_positions.py",),
+    "loader/loader.py": ("tests/loader/test_positions.py", "tests/order/test_mixture.py"),
     "training/models.py": ("tests/training/test_recipes.py",),
     "training/checkpoint.py": ("tests/training/test_recipes.py",),
     "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
@@ -500,7 +499,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("place-of-message", "offset = place * _PLACE_BYTES", "offset = place * 1"),
     ],
     "decode/labels.py": [
-        ("largest-float", "_LARGEST < abs(number) < math.inf", "_LARGEST < number < math.inf"),
+        ("largest-float", "if LARGEST < abs(number) < math.inf", "if LARGEST < number < math.inf"),
         (
             "nulls-need-bytes",
             "or not len(column) or column.stored.null_count:",
@@ -555,6 +554,11 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "loader/loader.py": [
         ("state-of-rank", "!= (self.rank, self.world_size):", "!= (self.world_size, self.rank):"),
+        (
+            "weights-in-order",
+            "float(weights[name]) for name in indexes",
+            "float(weights[name]) for name in weights",
+        ),
     ],
     "loader/planning.py": [
         ("data-in-identity", '"data": self.index.fingerprint,', '"data": len(self.index),'),
@@ -572,13 +576,6 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "weights-valid",
             "(np.isfinite(values) & (values >= 0))",
             "(np.isfinite(values) | (values >= 0))",
-        ),
-    ],
-    "loader/mixture.py": [
-        (
-            "weights-in-order",
-            "float(weights[name]) for name in indexes",
-            "float(weights[name]) for name in weights",
         ),
     ],
     # --- conversion ---

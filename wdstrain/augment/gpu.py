@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wdstrain.augment.mixing import DRAWS as DRAWS
-from wdstrain.augment.mixing import Ints, Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.augment.mixing import DRAWS, Ints, Mixing, check_probability, erase, mix, on_device_of
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.fields import sides
 from wdstrain.decode.transforms import (
@@ -373,10 +372,9 @@ def _checked_normalization(
 ) -> tuple[Sequence[float], Sequence[float]] | None:
     if value is None or value == "imagenet":
         return IMAGENET if value else None
-    is_pair = not isinstance(value, str) and len(value) == 2
     if (
         isinstance(value, str)
-        or not is_pair
+        or len(value) != 2
         or any(len(v) != 3 for v in value)
         or min(value[1]) <= 0
     ):
@@ -390,8 +388,12 @@ def _checked_normalization(
 
 def are_images(value: object) -> TypeGuard[Tensor]:
     """Return whether an entry of a batch is uint8[b, 3, h, w]."""
-    is_bytes = isinstance(value, Tensor) and value.dtype == torch.uint8
-    return isinstance(value, Tensor) and is_bytes and value.ndim == 4 and value.shape[1] == 3
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.uint8
+        and value.ndim == 4
+        and value.shape[1] == 3
+    )
 
 
 def _described(value: object) -> str:

@@ -38,7 +38,7 @@ from wdstrain.conversion.options import (
 )
 from wdstrain.errors import UsageError
 from wdstrain.inspection.result import rows_of
-from wdstrain.report.printing import counted
+from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import Reporter, print_message
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.options import CheckedOptions, IndexOptions
@@ -249,9 +249,11 @@ def _shares(info: dict[str, Any]) -> str:
 
 
 def _indexed(made: Index, seconds: float) -> Shown:
-    from wdstrain.shards.declare import column_rows
-
-    return facts(made), [*summary(made), *column_rows(made)], ""
+    columns = [
+        (printable(f"column {c.name}"), f"{c.summary}, {c.stored.null_count} samples have none")
+        for c in made.columns
+    ]
+    return facts(made), [*summary(made), *columns], ""
 
 
 def _joined(done: JoinCounts, seconds: float) -> Shown:

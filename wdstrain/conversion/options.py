@@ -27,7 +27,6 @@ from wdstrain.runtime.options import (
 from wdstrain.shards.options import (
     CheckedOptions,
     ignored_number,
-    progress_option,
     shard_urls,
     where_option,
 )
@@ -450,8 +449,10 @@ class RemoveOptions(CheckedOptions):
         python="remove the samples with these keys: a list, or a file with one key per line",
     )
     dry_run: bool = option(False, "report what would be removed, and change nothing")
-    progress: Callable[[int, int], None] | None = progress_option(
-        "(samples copied, samples to copy)"
+    progress: Callable[[int, int], None] | None = option(
+        None,
+        "function that is called with (samples copied, samples to copy) during the work",
+        flag=None,
     )
 
     def __post_init__(self) -> None:

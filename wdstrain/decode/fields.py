@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.decode.codecs import (
     IGNORED,
@@ -111,8 +110,9 @@ class Image:
                 return None
         pixels = decode_image(data)
         stored_height, stored_width = pixels.shape[:2]
-        box = region(stored_height, stored_width, self.size, self.augment, draws)
-        top, left, height, width = box
+        top, left, height, width = region(
+            stored_height, stored_width, self.size, self.augment, draws
+        )
         resize(pixels[top : top + height, left : left + width], out)
         if self.augment.mirrors(draws):
             out[...] = out[:, ::-1].copy()
@@ -132,9 +132,7 @@ class Image:
         """Return the image in its own size. uint8[3, height, width]"""
         pixels = decode_image(data)
         pixels = pixels[:, ::-1] if self.augment.mirrors(draws) else pixels
-        if self.augment.policy:
-            pixels = np.ascontiguousarray(pixels)
-            self.augment.apply_policy(pixels, draws)
+        self.augment.apply_policy(pixels, draws)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -172,7 +170,7 @@ class Mask:
         out[...] = numbers
         return None
 
-    def numbers(self, data: bytes | memoryview) -> npt.NDArray[np.integer]:
+    def numbers(self, data: bytes | memoryview) -> Array:
         """Return the numbers of a whole mask. Raises SampleError for numbers that are no class."""
         numbers = decode_mask(data, self.ignored)
         if self.classes is None:
@@ -440,6 +438,6 @@ def field_names(names: str, *, lower: bool = True) -> tuple[str, ...]:
     return tuple(map(str.lower, stripped)) if lower else stripped
 
 
-def _nearest(stored: int, wanted: int) -> npt.NDArray[np.int64]:
+def _nearest(stored: int, wanted: int) -> Ints:
     """Return the nearest of `stored` pixels for each of `wanted`: their centers coincide."""
     return ((2 * np.arange(wanted, dtype=np.int64) + 1) * stored) // (2 * wanted)

@@ -24,6 +24,7 @@ from wdstrain.shards.columns import Column
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import (
     KINDS,
+    LARGEST,
     Array,
     Classes,
     ColumnInfo,
@@ -35,8 +36,6 @@ from wdstrain.shards.kinds import (
 )
 from wdstrain.shards.offsets import Ints, as_numpy
 from wdstrain.shards.where import column_named
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class LabelField:
         number = number_of(value)
         if self.is_finite and not math.isfinite(number):
             raise SampleError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
-        if _LARGEST < abs(number) < math.inf:
+        if LARGEST < abs(number) < math.inf:
             raise SampleError(f"{str(value)[:80]} is more than a float32 holds")
         exact = value if type(value) is int else number
         if abs(number) > 1 << 24 and not is_exact(exact, self.dtype):
@@ -380,7 +379,7 @@ def _numbers(field: LabelField, column: Column) -> LabelColumn | None:
         return None
     values = column.values.cast(pa.int8()) if column.kind == "flag" else column.values
     numbers = as_numpy(values)
-    if not np.isfinite(numbers).all() or np.abs(numbers.astype(np.float64)).max() > _LARGEST:
+    if not np.isfinite(numbers).all() or np.abs(numbers.astype(np.float64)).max() > LARGEST:
         return None
     if not is_exact(numbers, field.dtype):
         _warn_of_digits(column.name, field.dtype)

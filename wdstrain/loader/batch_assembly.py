@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
@@ -30,7 +29,9 @@ from wdstrain.order.order import Order
 from wdstrain.order.rng import bits
 from wdstrain.reader.reads import sample_members
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints
+from wdstrain.shards.offsets import Bools, Ints
+
+Batch = dict[str, Any]
 
 _MOST_TRIED = 100  # samples that are tried as substitutes, one after another
 
@@ -45,7 +46,7 @@ class TakenBatch(NamedTuple):
 
     values: dict[str, Any]
     ids: Ints
-    own: npt.NDArray[np.bool_]
+    own: Bools
     padded: int
     bad: list[Finding]
 
@@ -105,7 +106,7 @@ class BatchAssembler:
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
         return TakenBatch(values, ids[:rows], own[:rows], rows - valid, findings)
 
-    def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    def _labels(self, ids: Ints, own: Bools) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""
         labels = {name: column.rows(ids) for name, column in self._columns.items()}
         if self._options.on_error == "mark":

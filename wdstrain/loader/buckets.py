@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from wdstrain.decode.transforms import Size, nearest_size
 from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.report.printing import counted
-from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.formats import EXTENSIONS, SIDES
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -27,8 +25,7 @@ from wdstrain.shards.where import column_named, complete_values
 _MOST = 1000  # buckets; each leaves out a part of a batch
 
 
-@dataclass(frozen=True, eq=False)
-class Bucketing:
+class Bucketing(NamedTuple):
     """The buckets of a loader, as `Buckets` takes them: codes, names, and samples from each lane.
 
     sizes: of images, by bucket, if the buckets are shapes of images.
@@ -38,13 +35,6 @@ class Bucketing:
     names: Sequence[str]
     per_lane: Ints
     sizes: tuple[Size, ...] = ()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Short hash of all values, which the order of an epoch depends on."""
-        digest = blake2b(np.ascontiguousarray(self.codes, "<i8").data, digest_size=8)
-        digest.update(np.ascontiguousarray(self.per_lane, "<i8").data)
-        return digest.hexdigest()
 
 
 def bucketing(index: Index, options: LoaderOptions) -> Bucketing:

@@ -15,18 +15,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from wdstrain.augment.gpu import Augmentation
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.loader.batch_assembly import TakenBatch, map_tensors
+from wdstrain.loader.batch_assembly import Batch, TakenBatch, map_tensors
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.runtime.workers import DeferSignals
-
-Batch = dict[str, Any]
 
 _JOIN_SECONDS = 1.0  # time for the thread to end before its wait for a batch is ended
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.loader.batch_assembly import TakenBatch
+from wdstrain.loader.batch_assembly import Batch, TakenBatch
 from wdstrain.loader.options import LoaderOptions
-from wdstrain.loader.pipeline import OVER, Batch, Pipeline
+from wdstrain.loader.pipeline import OVER, Pipeline
 from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.order import Order
 from wdstrain.runtime.options import integer

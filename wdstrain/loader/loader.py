@@ -1,4 +1,4 @@
-"""The loader: batches of samples from shards, in the order of the plan.
+"""The loader: batches of samples from shards, in the order of the plan; also of several sets (`mix`).
 
 `options` checks the options, `planning` makes the plans, `epoch` delivers the batches of one epoch,
 and `pipeline` reads and decodes them. Nothing starts before the first batch is requested.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import accumulate
+from math import inf
 from typing import Any, NoReturn
 
 from wdstrain.decode.decoder import Collate, Transform
@@ -24,9 +27,12 @@ from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_num
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import hinted, integer
+from wdstrain.runtime.options import hinted, integer, is_number
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
+
+_SHARE_UNITS = 65536  # shares are multiples of 1/65536, so that arithmetic with them is exact
 
 
 class Loader:
@@ -211,7 +217,21 @@ class Loader:
         as for a validation. By default the next epoch is read ahead, unless the same epoch was
         requested twice in a row.
         """
-        number, start, until = _checked_steps(number, start, until, len(self))
+        number, start = integer("epoch", number, 0), integer("start", start, 0)
+        until = None if until is None else integer("until", until, 0)
+        if until is not None and until <= number:
+            raise UsageError(
+                f"must be above epoch={number}.",
+                f"Use for example until={number + 1}.",
+                option="until",
+                value=until,
+            )
+        if start and start >= len(self):
+            raise UsageError(
+                f"must be below {len(self)}; an epoch has {len(self)} steps, which count from 0.",
+                option="start",
+                value=start,
+            )
         saved = self._state.next_start  # a state that was loaded counts the bad samples before it
         is_same = saved[:2] == (number, start)
         return self._pass(saved if is_same else Position(number, start), until)
@@ -235,7 +255,7 @@ class Loader:
         called, otherwise the end of the last loop.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        return {**self._state.position._asdict(), **ranks, **self._plans.identity()}
+        return {**self._state.position._asdict(), **ranks, **self._plans.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `for` loop go on where the state was taken.
@@ -304,28 +324,6 @@ def _copied(
     return loader
 
 
-def _checked_steps(
-    number: int, start: int, until: int | None, steps: int
-) -> tuple[int, int, int | None]:
-    """Return the arguments of `Loader.epoch` as integers of Python. Raises UsageError."""
-    number, start = integer("epoch", number, 0), integer("start", start, 0)
-    until = None if until is None else integer("until", until, 0)
-    if until is not None and until <= number:
-        raise UsageError(
-            f"must be above epoch={number}.",
-            f"Use for example until={number + 1}.",
-            option="until",
-            value=until,
-        )
-    if start and start >= steps:
-        raise UsageError(
-            f"must be below {steps}; an epoch has {steps} steps, which count from 0.",
-            option="start",
-            value=start,
-        )
-    return number, start, until
-
-
 def _described(loader: Loader, epoch: int, step: int, buffered: float) -> str:
     """Return lines on a loader at a position. buffered: megabytes of its shuffle buffer."""
     plan, index, fields = loader.plan(0), loader.index, (loader.fields or {}).items()
@@ -351,3 +349,74 @@ def _describe(field: Field, batch_size: int) -> str:
         return f"{kind}, from {', '.join(field.names)}"
     shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
     return f"{example.dtype}{[batch_size, *shape]}, from {', '.join(field.names)}"
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+def mix(
+    sources: Mapping[str, Urls | Index],
+    fields: Mapping[str, Field] | None = None,
+    transform: Transform | None = None,
+    *,
+    weights: Mapping[str, float] | None = None,
+    **options: Any,
+) -> Loader:
+    """Return a loader over several sets of shards; batches name each sample's set in "__source__".
+
+    weights: relative share of each set; default: their sizes. options: keywords of `Loader`, except
+    `balance`; `tail` must be "drop".
+    At every step each set has delivered its share within one sample per lane. The epoch ends before
+    the first step that a set cannot fill, so no sample occurs twice.
+    Raises UsageError for weights that do not fit the sets.
+    """
+    if not (sources and isinstance(sources, Mapping)):
+        raise UsageError(
+            f"sources is {type(sources).__name__ if sources else 'empty'}: must name a set at least.",
+            "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
+        )
+    if options.get("balance") is not None:
+        raise UsageError(
+            "balance was given for a mixture, whose sets have weights.",
+            "Leave it out.",
+        )
+    where, split = options.pop("where", None), options.pop("split", None)
+    may_be_short = options.get("on_error", "raise") != "raise"
+    indexes = {
+        name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
+    }
+    if where is not None:
+        indexes = {name: index.where(where) for name, index in indexes.items()}
+    if weights is None:
+        weights = {name: len(index) for name, index in indexes.items()}
+    if not (
+        isinstance(weights, Mapping)
+        and set(weights) == set(indexes)
+        and all(is_number(weight) and 0 < weight < inf for weight in weights.values())
+    ):
+        raise UsageError(
+            f"must have a finite number above 0 for each of the sources {', '.join(indexes)}, "
+            "and no other.",
+            option="weights",
+            value=weights,
+        )
+    shares = _shares([float(weights[name]) for name in indexes])
+    return Loader(MixedSources(indexes, shares), fields, transform, **options)
+
+
+def _shares(weights: list[float]) -> tuple[Fraction, ...]:
+    """Return the weights as shares that add up to 1. Raises UsageError if one would be 0."""
+    total = sum(Fraction(weight) for weight in weights)
+    edges = [
+        Fraction(round(_SHARE_UNITS * edge / total), _SHARE_UNITS)
+        for edge in accumulate(map(Fraction, weights))
+    ]
+    shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
+    if min(shares) <= 0:
+        raise UsageError(
+            f"each must be at least 1/{_SHARE_UNITS} of their sum.",
+            "Raise the smallest, or leave that source out.",
+            option="weights",
+            value=weights,
+        )
+    return shares

@@ -69,7 +69,7 @@ class LoaderOptions(CheckedOptions):
     on_error: OnError
     max_errors: float
     cache_dir: str | os.PathLike[str] | None
-    cache_limit: Any
+    cache_limit: int | None = field(default=None, metadata={"least": 1, "parse": parse_size})
     split: str | None
     multiprocessing_context: StartMethod | None
     patience: float
@@ -175,6 +175,12 @@ class LoaderOptions(CheckedOptions):
                 "0 turns the warnings off.",
                 {"patience": self.patience},
             ),
+            (
+                self.cache_limit is not None and self.cache_dir is None,
+                "{cache_limit} needs {cache_dir}.",
+                "Give {cache_dir} too.",
+                {"cache_limit": self.cache_limit, "cache_dir": ...},
+            ),
         ]
 
     def check_rank(self) -> None:
@@ -237,22 +243,10 @@ def takes_rng(transform: Transform) -> bool:
 
 
 def open_cache(
-    cache_dir: str | os.PathLike[str] | None = None, cache_limit: int | str | None = None
+    cache_dir: str | os.PathLike[str] | None = None, cache_limit: int | None = None
 ) -> Cache | None:
     """Return the cache in a folder; None without a folder. Raises UsageError."""
-    if cache_dir is None:
-        if cache_limit is not None:
-            raise UsageError(
-                "{cache_limit} needs {cache_dir}.",
-                "Give {cache_dir} too.",
-                {"cache_limit": cache_limit, "cache_dir": ...},
-            )
-        return None
-    try:
-        limit = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit
-    except ValueError as error:
-        raise UsageError(f"{error}.", option="cache_limit", value=cache_limit) from None
-    return Cache(os.fspath(cache_dir), None if limit is None else integer("cache_limit", limit, 1))
+    return None if cache_dir is None else Cache(os.fspath(cache_dir), cache_limit)
 
 
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -30,13 +30,11 @@ from wdstrain.loader.options import LoaderOptions, open_cache, takes_rng
 from wdstrain.loader.stats import StageTotals
 from wdstrain.order.order import Order
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.run import ReadStopped, Run, describe_wait
+from wdstrain.reader.run import ReadStopped, Run
 from wdstrain.runtime.options import size_setting
 from wdstrain.runtime.watchdog import StallWatchdog
 from wdstrain.runtime.workers import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
-
-Batch = dict[str, Any]
 
 OVER = (
     "this pass over the loader is over: it was closed, or ended with an error.",
@@ -144,8 +142,7 @@ class Pipeline:
 
     def totals(self) -> dict[str, float]:
         """Return what the stages took since the pipeline was made, by the names of `StageTotals`."""
-        totals = {**vars(self._totals), **vars(self._reader.stats)}
-        return {**totals, "copies": self.slots.copies}
+        return {**vars(self._totals), **vars(self._reader.stats), "copies": self.slots.copies}
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -308,8 +305,10 @@ def _stuck_stage(run: Run | None, pending: Sequence[ReadBatch], index: Index, wo
 
     pending: batches that decoders have. words: on the workers.
     """
-    if run is not None and (reading := describe_wait(run)) is not None:
-        return f"Stage read: {reading}"
+    if run is not None and run.is_waiting:
+        for read in list(run.in_flight.values()):
+            return f"Stage read: {read.shard.shown} is being read at offset {read.start}"
+        return "Stage read: nothing is being read"
     if not pending:
         return f"Stage hand-off. {words}"
     awaited = pending[0]

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -139,16 +139,16 @@ class EpochPlans:
         arguments |= {"counts": self.index.counts, "tail": options.tail}
         if self.bucketing is not None:
             Plan(**arguments, epoch=0)  # raises PlanError if the sizes do not fit together
-            own = {name: getattr(self.bucketing, name) for name in ("codes", "names", "per_lane")}
             del arguments["batch_size"], arguments["tail"]
-            return partial(Buckets, **own, **arguments)
+            codes, titles, per_lane, _ = self.bucketing
+            return partial(Buckets, codes=codes, names=titles, per_lane=per_lane, **arguments)
         if self.weighting is None:
             return partial(Plan, **arguments)
-        weights, strata = self.weighting.weights, self.weighting.strata
-        return partial(WeightedPlan, weights=weights, strata=strata, **arguments)
+        return partial(WeightedPlan, **self.weighting._asdict(), **arguments)
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the values that the order depends on, JSON-able, by name."""
+        """The values that the order depends on, JSON-able, by name."""
         plan = self.plan(0)
         values: dict[str, Any] = {
             "order": ORDER,
@@ -161,9 +161,9 @@ class EpochPlans:
             "tail": plan.tail,
         }
         if self.weighting is not None:
-            values["weights"] = self.weighting.fingerprint
+            values["weights"] = _fingerprint(*self.weighting)
         if self.bucketing is not None:
-            values["buckets"] = self.bucketing.fingerprint
+            values["buckets"] = _fingerprint(self.bucketing.codes, self.bucketing.per_lane)
         if isinstance(self.source, MixedSources):
             shares = zip(self.source.indexes, self.source.shares, strict=True)
             values |= {"shares": {name: str(share) for name, share in shares}, "turns": TURNS}
@@ -171,14 +171,13 @@ class EpochPlans:
 
     def check_identity(self, state: Mapping[str, Any]) -> None:
         """Raise UsageError if a loader's state belongs to another order."""
-        identity = self.identity()
         differences = [
             f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in identity.items()
+            for name, value in self.identity.items()
             if state.get(name) != value
         ]
         for name in ("weights", "buckets"):
-            if name in state and name not in identity:
+            if name in state and name not in self.identity:
                 differences.append(f"{name} were given, now there are none")
         if differences:
             raise UsageError(
@@ -218,19 +217,22 @@ def warn_of_class_numbers(index: Index) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Weighting:
+def _fingerprint(*arrays: npt.NDArray[Any]) -> str:
+    """Return a short hash of the values of arrays, which the order of an epoch depends on."""
+    digest = blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+class Weighting(NamedTuple):
     """Weights of the samples of an index, and their strata; see `WeightedPlan`."""
 
     weights: npt.NDArray[np.float64]
     strata: Ints
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Short hash of all values, which the order of an epoch depends on."""
-        digest = blake2b(np.ascontiguousarray(self.weights, "<f8").data, digest_size=8)
-        digest.update(np.ascontiguousarray(self.strata, "<i8").data)
-        return digest.hexdigest()
 
 
 def _choose(

@@ -176,14 +176,10 @@ class EpochStats(StageTotals):
         return (stage if most >= self._seconds / 2 else ""), most
 
     def _advice(self) -> str:
-        """Return what would make the slowest stage faster."""
+        """Return what would make the slowest stage faster; never more workers than cores."""
         stage, seconds = self._slowest
-        if stage == "decode":
-            return self._decode_advice()
-        return _ADVICE[stage].format(busy=f"{seconds / self._seconds:.0%}")
-
-    def _decode_advice(self) -> str:
-        """Return what would make decoding faster; never more workers than cores."""
+        if stage != "decode":
+            return _ADVICE[stage].format(busy=f"{seconds / self._seconds:.0%}")
         spent = self.decode_seconds + self.collate_seconds
         if 0 < self.compute_seconds < _LEAST_COMPUTING * spent:
             return (

@@ -13,10 +13,8 @@ number is the same in each epoch. A plan takes 16 bytes for each sample, of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.errors import PlanError
 from wdstrain.order.order import Ints, Order, Places, Steps
@@ -24,18 +22,6 @@ from wdstrain.order.plan import Plan
 from wdstrain.order.rng import bits
 
 _NAMED = 3  # buckets that an error names
-
-
-class _Lane(NamedTuple):
-    """The n samples of a lane, in the order in which they are read.
-
-    ids: int64[n]. step: that delivers each, int32[n]. row: among the samples of the lane in that
-    step, int32[n].
-    """
-
-    ids: Ints
-    step: npt.NDArray[np.int32]
-    row: npt.NDArray[np.int32]
 
 
 class Buckets(Order):
@@ -147,7 +133,8 @@ class Buckets(Order):
                 {"batch_size": ..., "where": ...},
             )
 
-    def _of(self, rank: int) -> list[_Lane]:
+    def _of(self, rank: int) -> list[Places]:
+        """Return the lanes of a rank. A row counts the samples of its lane in the step."""
         return self._lanes[rank * self.lanes_per_rank :][: self.lanes_per_rank]
 
     def _lane_of(self, line: Ints) -> Ints:
@@ -167,8 +154,11 @@ class Buckets(Order):
         lane[(at >= hole[line]) & (at < (hole + left_out)[line])] = self.lane_count
         return np.asarray(lane)
 
-    def _filled(self, lanes_ids: list[Ints], codes: Ints, within: Plan) -> list[_Lane]:
-        """Return the lanes, after their samples filled batches. lanes_ids: samples of each."""
+    def _filled(self, lanes_ids: list[Ints], codes: Ints, within: Plan) -> list[Places]:
+        """Return the lanes, after their samples filled batches. lanes_ids: samples of each.
+
+        Steps and rows are int32, to save memory.
+        """
         first = np.cumsum(self.bucket_steps) - self.bucket_steps  # batch of each bucket
         filled_at, lanes = np.zeros(self.steps, np.int64), []
         for number, ids in enumerate(lanes_ids):
@@ -178,11 +168,9 @@ class Buckets(Order):
             batch += first[code]
             np.maximum.at(filled_at, batch, np.arange(len(ids)))
             by_place = np.argsort(places)
-            lanes.append(
-                _Lane(ids, batch[by_place].astype(np.int32), row[by_place].astype(np.int32))
-            )
-        step_of = np.empty(self.steps, np.int32)
-        step_of[np.argsort(filled_at, kind="stable")] = np.arange(self.steps, dtype=np.int32)
+            lanes.append(Places(ids, batch[by_place].astype("i4"), row[by_place].astype("i4")))
+        step_of = np.empty(self.steps, "i4")
+        step_of[np.argsort(filled_at, kind="stable")] = np.arange(self.steps)
         return [lane._replace(step=step_of[lane.step]) for lane in lanes]
 
     def _longest_delay(self, rank: int) -> int:
@@ -195,7 +183,7 @@ class Buckets(Order):
             longest = max(longest, int((total[lane.step + 1] - total[begun]).max()))
         return longest
 
-    def _read_by(self, lane: _Lane) -> Ints:
+    def _read_by(self, lane: Places) -> Ints:
         """Return how many places of a lane are read when each step is delivered. int64[steps]"""
         needed = np.zeros(self.steps, np.int64)
         np.maximum.at(needed, lane.step, np.arange(1, len(lane.ids) + 1))

@@ -133,7 +133,8 @@ class Plan(Order):
         """
         cuts = steps * self.samples_per_step_per_lane
         if self.tail == "keep":
-            cuts[steps == self.steps - 1] -= _lent(self, lane)
+            # A lane without a sample for the last step moves one there from the step before.
+            cuts[steps == self.steps - 1] -= int(_ends_early(self, lane) and self.can_lend)
             cuts[steps == self.steps] = self.lane_samples(lane) + _repeats(self, lane)
         return cuts
 
@@ -278,14 +279,6 @@ class Plan(Order):
                     self._blocks.pop(far, None)
             self._blocks[lane, number] = delivered
         return delivered
-
-
-def _lent(plan: Plan, lane: int) -> int:
-    """With tail="keep": 1 if a lane moves a sample from its step before the last into its last.
-
-    It does so if it has no other sample for the last step. 0 otherwise.
-    """
-    return int(_ends_early(plan, lane) and plan.can_lend)
 
 
 def _repeats(plan: Plan, lane: int) -> int:

@@ -22,8 +22,8 @@ from wdstrain.reader.reader import Reader
 from wdstrain.reader.reads import LOCAL_BYTES, Read
 from wdstrain.shards.index import Index, Shard, expected_state, needs_headers
 from wdstrain.shards.tar import is_sample
-from wdstrain.storage.files import LocalFile, open_source
-from wdstrain.storage.remote import File, RemoteFile, is_remote, range_size
+from wdstrain.storage.files import open_source
+from wdstrain.storage.remote import File, is_remote, range_size
 
 # Why the bytes of a sample cannot be used: the field that differs, "" for the whole sample; a reason.
 Bad = tuple[str, str]
@@ -186,15 +186,13 @@ class Fetcher:
 
     def _open(self, shard: Shard) -> File:
         state, cache = expected_state(self._index, shard), self._reader.cache
-        if not is_remote(shard.path):
-            return LocalFile(shard.path, state or "")
         if state is None:
             state = self._index.versions.get(shard.path)
-        if cache is not None:
+        if cache is not None and is_remote(shard.path):
             file = cache.open(shard.path, shard.bytes, shard.sha256, shard.tag, self._stopping)
             if file is not None:
                 return file
-        return RemoteFile(shard.path, shard.bytes, state, self._stopping)
+        return open_source(shard.path, shard.bytes, state, self._stopping)
 
 
 def damaged_samples(

@@ -86,8 +86,7 @@ class Run:
         count = THREADS if any(is_remote(shard.path) for shard in index.shards) else 1
         if reader.needed_fields is not None and not reader.needed_fields:
             count = 0
-        most_files = order.lanes_per_rank
-        self._fetchers = [Fetcher(reader, self._lock, most_files) for _ in range(count)]
+        self._fetchers = [Fetcher(reader, self._lock, order.lanes_per_rank) for _ in range(count)]
         self._only: Fetcher | None = None  # goes on alone if a server knows no ranges
         self._threads: list[threading.Thread] = []
 
@@ -141,11 +140,10 @@ class Run:
                 self.bytes_ahead -= int(self._sizes[batch.ids].sum())
                 place, self._taken[batch.number] = table[:, start:stop]
                 offset = batch.members.offset + place[batch.members.row]
-                members, bad = (
-                    batch.members._replace(offset=offset),
-                    self._bad.pop(batch.number, {}),
+                batch = batch._replace(
+                    members=batch.members._replace(offset=offset),
+                    bad=self._bad.pop(batch.number, {}),
                 )
-                batch = batch._replace(members=members, bad=bad)
                 if start + self._rows == self._table_size:
                     del self._tables[key]
             self._wake_reader()
@@ -291,15 +289,6 @@ class Run:
         if self.is_waiting:
             self.is_waiting = False
             self._loop_wakeup.put(None)
-
-
-def describe_wait(run: Run) -> str | None:
-    """Return what is being read, if the loop waits for a read."""
-    if not run.is_waiting:
-        return None
-    for read in list(run.in_flight.values()):
-        return f"{read.shard.shown} is being read at offset {read.start}"
-    return "nothing is being read"
 
 
 def _planned_batches(

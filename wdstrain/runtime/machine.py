@@ -49,13 +49,12 @@ def _cpu_quota() -> float:
     """Return the number of cores that the control groups allow; a fraction, or infinite."""
     quota = math.inf
     for group in _cgroup_folders("cpu"):
-        with suppress(OSError, ValueError, ZeroDivisionError):  # the file is missing, or says "max"
-            time, period = _read(f"{group}/cpu.max").split()
-            quota = min(quota, int(time) / int(period))
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            time, period = _read(f"{group}/cpu.cfs_quota_us"), _read(f"{group}/cpu.cfs_period_us")
-            if int(time) > 0:  # -1: no quota
-                quota = min(quota, int(time) / int(period))
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            # The file is missing, or says "max".
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                time, period = " ".join(_read(f"{group}/{name}") for name in names).split()
+                if int(time) > 0:  # -1: no quota
+                    quota = min(quota, int(time) / int(period))
     return quota
 
 

@@ -16,10 +16,9 @@ text      string                         texts of at most 256 characters
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -59,7 +58,7 @@ class Column(ColumnInfo):
     stored: an Arrow array of its kind's type, or the rows of the values in `files`.
     """
 
-    stored: pa.Array = dataclasses.field(kw_only=True)
+    stored: pa.Array = field(kw_only=True)
 
     def __len__(self) -> int:
         return len(self.stored)

@@ -285,14 +285,6 @@ def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> Colum
     return ColumnInfo(name, "mask", field, None, tuple(classes), ignored=ignored)
 
 
-def column_rows(index: Index) -> list[tuple[str, str]]:
-    """Return (name, description) of each column, with the number of samples that lack a value."""
-    return [
-        (printable(f"column {c.name}"), f"{c.summary}, {c.stored.null_count} samples have none")
-        for c in index.columns
-    ]
-
-
 # --- parts ----------------------------------------------------------------------------------------
 
 

@@ -40,8 +40,6 @@ from wdstrain.shards.where import ids_where
 from wdstrain.storage.files import open_source
 from wdstrain.storage.remote import File, is_remote, name_of, shown_path
 
-__all__ = ["Index", "Shard", "join"]
-
 _GAP = 1 << 20  # bytes between two values that a server sends and nobody needs
 
 
@@ -293,7 +291,15 @@ class Index:
         names of those to read; None: all. Raises ShardError for a shard that has changed and for
         bytes with another crc32 than the index says, StorageError for a shard that cannot be read.
         """
-        return _read(self, np.asarray(ids, np.int64), fields)
+        numbers = np.asarray(ids, np.int64)
+        edges = np.flatnonzero(np.diff(self.shard_of(numbers))) + 1
+        for part in np.split(numbers, edges) if len(numbers) else ():
+            shard, members = self.shard_with(int(part[0])), self.offsets.members_of(part, fields)
+            with open_source(shard.path, shard.bytes, expected_state(self, shard)) as source:
+                verified = _verified(self, shard, part, members, source)
+                counts = np.diff(members.first).tolist()
+                for number, count in zip(part.tolist(), counts, strict=True):
+                    yield number, dict(islice(verified, count))
 
     # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
     __iter__: ClassVar[None] = None
@@ -363,20 +369,6 @@ def join(parts: Sequence[Index]) -> Index:
         differing=before | differing,
         is_selection=any(part.is_selection for part in parts),
     )
-
-
-def _read(
-    index: Index, numbers: Ints, fields: Collection[str] | None
-) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """Yield the fields of samples, shard by shard; see `Index.read`."""
-    edges = np.flatnonzero(np.diff(index.shard_of(numbers))) + 1
-    for part in np.split(numbers, edges) if len(numbers) else ():
-        shard, members = index.shard_with(int(part[0])), index.offsets.members_of(part, fields)
-        with open_source(shard.path, shard.bytes, expected_state(index, shard)) as source:
-            verified = _verified(index, shard, part, members, source)
-            counts = np.diff(members.first).tolist()
-            for number, count in zip(part.tolist(), counts, strict=True):
-                yield number, dict(islice(verified, count))
 
 
 def _verified(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,15 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import counted
 from wdstrain.shards.columns import FILE_TYPES, Column, typed
-from wdstrain.shards.kinds import place_of_entry
-from wdstrain.shards.offsets import Ints
+from wdstrain.shards.kinds import LARGEST, place_of_entry
 from wdstrain.shards.value_files import ValueFile, write_values
-from wdstrain.shards.where import column_values
+from wdstrain.shards.where import Samples, column_values
 
 Cells = Any  # pa.ChunkedArray
-Samples = Any  # an Index, whose module imports this one
 
 _BLOCK = 1 << 16  # rows that are copied at a time
 _RESERVED = ("key", "shard", "split", "offset", "size")  # names that every index has
 _LISTS = {"text": "multi", "integer": "vector", "number": "vector"}  # by the kind of the items
-_LARGEST = float(np.finfo(np.float32).max)
 _RULE = "A column holds numbers, texts, true and false, or lists of names or of numbers."
 
 
@@ -136,7 +132,8 @@ def _matched(index: Samples, cells: Cells, on: str) -> tuple[pa.Array, pa.Array]
     """
     own = index.offsets.rows.column(0) if on == "key" else column_values(index, on)
     known, keys = _as_keys(own, on), _as_keys(cells, on)
-    codes = _codes(pa.concat_arrays([known, keys]))
+    # A number for each key, the same for equal ones.
+    codes = np.asarray(pa.concat_arrays([known, keys]).dictionary_encode("encode").indices)
     wanted, given = np.split(codes, [len(known)])
     has_key = np.asarray(keys.is_valid())
     times = np.bincount(given[has_key], minlength=codes.max() + 1)
@@ -167,19 +164,6 @@ def _matched(index: Samples, cells: Cells, on: str) -> tuple[pa.Array, pa.Array]
             value=on,
         )
     return pa.array(rows, mask=rows < 0), unknown
-
-
-def _codes(keys: pa.Array) -> Ints:
-    """Return a number of each key, the same for equal keys and different for others. int64[n]
-
-    Hashes of Python are sorted: for millions of keys this is faster than the hash table of Arrow.
-    """
-    blocks = (keys.slice(at, _BLOCK).to_pylist() for at in range(0, len(keys), _BLOCK))
-    hashes = np.fromiter(map(hash, chain.from_iterable(blocks)), np.int64, len(keys))
-    _, first, codes = np.unique(hashes, return_index=True, return_inverse=True)
-    if not keys.take(pa.array(first[codes])).equals(keys):  # two keys have one hash
-        codes = np.asarray(keys.dictionary_encode("encode").indices)
-    return codes
 
 
 def _as_keys(values: Any, on: str) -> pa.Array:
@@ -227,7 +211,7 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
         )
     if kind == "vector" and any(map(_overflows, items.chunks)):
         raise UsageError(
-            f"the column {name!r} of the table has numbers beyond {_LARGEST:g}, the largest of "
+            f"the column {name!r} of the table has numbers beyond {LARGEST:g}, the largest of "
             "float32, as which lists of numbers are kept.",
             "Scale them.",
         )
@@ -247,7 +231,7 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
 def _overflows(numbers: pa.Array) -> bool:
     """Return whether a number is finite, but not as float32."""
     values = np.asarray(numbers)
-    return bool((np.isfinite(values) & (np.abs(values) > _LARGEST)).any())
+    return bool((np.isfinite(values) & (np.abs(values) > LARGEST)).any())
 
 
 def _in_file(column: Column, folder: str) -> Column:

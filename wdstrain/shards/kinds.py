@@ -49,6 +49,7 @@ NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
 FLAG_CLASSES = ("False", "True")  # of a label of true and false
 _SCALARS = (bool, int, float, str)
+LARGEST = float(np.finfo(np.float32).max)  # of a number in a batch
 
 Array = npt.NDArray[Any]
 

@@ -47,10 +47,6 @@ def where_option(subject: str) -> Any:
     )
 
 
-def progress_option(arguments: str) -> Any:
-    return option(None, f"function that is called with {arguments} during the work", flag=None)
-
-
 def read_classes(text: str) -> list[str]:
     """Return class names from a file with a name on each line, or from a list with commas.
 
@@ -70,24 +66,6 @@ def read_classes(text: str) -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
-def stored_label() -> Any:
-    return option(
-        None,
-        "field or entry of JSON that holds the label, such as cls or json.kind; KIND is class, "
-        "number or multi (default: decided by the values)",
-        metavar="NAME[:KIND]",
-    )
-
-
-def stored_classes() -> Any:
-    return option(
-        None,
-        "names of the label's classes in the order of their numbers (default: sorted)",
-        metavar="FILE|A,B,...",
-        parse=read_classes,
-    )
-
-
 def ignored_number() -> Any:
     return option(
         None, "number of the pixels of masks that have no class, beside 255", metavar="N", least=0
@@ -105,27 +83,28 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         hints = types_of(type(self))
         for field in fields(self):
-            name, value, hint = field.name, getattr(self, field.name), hints[field.name]
-            choices = choices_of(hint)
+            name, hint = field.name, hints[field.name]
+            value = _parsed(field, getattr(self, name), hint)
             if value is None and field.default in (None, ()):
                 value = field.default
             elif hint is int or "least" in field.metadata:
                 value = integer(name, value, field.metadata.get("least"))
-            elif choices and not fits(value, hint):
-                raise UsageError(f"must be one of {', '.join(choices)}.", option=name, value=value)
             elif not fits(value, hint):
-                value = self._parsed(field, value)
+                choices = ", ".join(choices_of(hint))
+                rule = f"must be one of {choices}" if choices else f"must be {field.type}"
+                raise UsageError(f"{rule}.", option=name, value=value)
             object.__setattr__(self, name, value)
 
-    def _parsed(self, field: Field[Any], value: object) -> Any:
-        """Return the value of an option that was given as the text of its flag."""
-        rule = f"must be {field.type}"
-        try:
-            if isinstance(value, str) and (parse := field.metadata.get("parse")):
-                return parse(value)
-        except ValueError as error:
-            rule = str(error)
-        raise UsageError(f"{rule}.", option=field.name, value=value)
+
+def _parsed(field: Field[Any], value: Any, hint: Any) -> Any:
+    """Return the value of an option that may be given as the text of its flag. Raises UsageError."""
+    parse = field.metadata.get("parse")
+    if parse is None or not isinstance(value, str) or fits(value, hint):
+        return value
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise UsageError(f"{error}.", option=field.name, value=value) from None
 
 
 @dataclass(frozen=True)
@@ -141,8 +120,18 @@ class IndexOptions(CheckedOptions):
         metavar="NAME[,NAME...]",
         parse=parse_list,
     )
-    label: str | None = stored_label()
-    classes: Sequence[str] | None = stored_classes()
+    label: str | None = option(
+        None,
+        "field or entry of JSON that holds the label, such as cls or json.kind; KIND is class, "
+        "number or multi (default: decided by the values)",
+        metavar="NAME[:KIND]",
+    )
+    classes: Sequence[str] | None = option(
+        None,
+        "names of the label's classes in the order of their numbers (default: sorted)",
+        metavar="FILE|A,B,...",
+        parse=read_classes,
+    )
     ignore: int | None = ignored_number()
 
     def __post_init__(self) -> None:

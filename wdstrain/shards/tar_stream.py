@@ -8,7 +8,7 @@ decompressor.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, BinaryIO, cast
@@ -18,13 +18,10 @@ from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.tar import (
     Member,
-    Read,
     SkippedMembers,
     Window,
     check_plain,
     compression_of,
-    grouped,
-    reraise,
     walk,
 )
 from wdstrain.shards.tar_headers import BLOCK, Fault
@@ -91,33 +88,29 @@ _DECOMPRESSORS = {
 }
 
 
-def samples(
-    files: Iterable[Member],
-    shard: str,
-    skipped: SkippedMembers,
-    entries: Mapping[str, Any] | None = None,
-    on_error: Callable[[ShardError], Any] = reraise,
-) -> Iterator[dict[str, Any]]:
-    """Yield the samples of members: {"__key__": key, **entries, field: data}.
-
-    For the other arguments and errors see `tar.grouped`.
-    """
-    reserved = {"__key__", *(entries or ())}
-    for key, fields in grouped(files, shard, skipped, reserved, on_error):
-        data = {name: member.data for name, member in fields.items()}
-        yield {"__key__": key, **(entries or {}), **data}
-
-
 def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[Member]:
     """Yield the regular files of a tar with their data.
 
-    shard: its name in errors. skipped: counts the members that are skipped. `samples` raises
-    ShardError for a shard that is cut or damaged.
+    shard: its name in errors. skipped: counts the members that are skipped. Raises Fault for a shard
+    that is cut, as `tar.walk` does, and ShardError for one that cannot be decompressed.
     """
+
+    def read(offset: int, length: int) -> bytes:
+        """Return the next bytes. They are those at an offset, which only the error names."""
+        try:
+            return stream.read(min(length, _PART))
+        except (WdstrainError, MemoryError):
+            raise
+        except Exception as error:  # each decompressor has its own classes
+            raise ShardError(
+                f"{shard} is cut or damaged after byte {offset} of its contents: {error}.",
+                "Copy it again.",
+            ) from error
+
     # Nothing is read ahead: a read that meets damage fails as a whole, with the intact bytes before
     # it. The last block is kept, because the end of a tar is read twice.
-    read, most = _forward(stream, shard), memory()
     source = Window(read, ALL_BYTES, ahead=0, behind=BLOCK, skips=False)
+    most = memory()
     for member in walk(source, skipped):
         if member.size > most:
             raise Fault(
@@ -130,23 +123,3 @@ def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[M
             name = printable(member.name)
             raise Fault(f"ends at byte {source.size} inside '{name}': it was cut")
         yield Member(*member[:4], data)
-
-
-def _forward(stream: BinaryIO, shard: str) -> Read:
-    """Return a function that returns the next bytes of a stream.
-
-    It takes an offset, as a `Window` gives it, only for its error. Raises ShardError for damage.
-    """
-
-    def read(offset: int, length: int) -> bytes:
-        try:
-            return stream.read(min(length, _PART))
-        except (WdstrainError, MemoryError):
-            raise
-        except Exception as error:  # each decompressor has its own classes
-            raise ShardError(
-                f"{shard} is cut or damaged after byte {offset} of its contents: {error}.",
-                "Copy it again.",
-            ) from error
-
-    return read

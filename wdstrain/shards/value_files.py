@@ -25,9 +25,6 @@ from wdstrain.storage.remote import is_remote, redacted
 VALUE_FILE = re.compile(r"column-([0-9a-f]{16})\.arrow")
 
 
-_AGAIN = "Copy the set again, or join the column again."
-
-
 class ValueFile:
     """The values of a joined column, in a file or in memory. Its name is the hash of its bytes.
 
@@ -54,7 +51,10 @@ class ValueFile:
             (values.cast(pa.large_binary()) if is_text else values).validate(full=True)
             return values
         except (ValueError, pa.ArrowException, IndexError) as error:
-            raise ShardError(f"{redacted(self.path)} is damaged: {error}.", _AGAIN) from None
+            raise ShardError(
+                f"{redacted(self.path)} is damaged: {error}.",
+                "Copy the set again, or join the column again.",
+            ) from None
 
 
 def gathered(files: Sequence[ValueFile], rows: pa.Array, arrow: pa.DataType) -> pa.Array:

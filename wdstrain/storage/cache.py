@@ -23,7 +23,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from hashlib import blake2b
 from io import FileIO
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError, logger
@@ -124,7 +123,7 @@ class Cache:
             return ""
         content = [sha256] if sha256 else [path, tag, str(size)]
         name = re.sub(r"[^A-Za-z0-9._-]", "_", name_of(path).removesuffix(".tar"))[:80]
-        digest = blake2b(repr(content).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
         return os.path.join(self.path, f"{name}-{digest}.tar")
 
     def open(

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.storage.retries import Response, TemporaryError, network_timeout, retry
+from wdstrain.storage.retries import Response, Result, TemporaryError, network_timeout, retry
 
 PREFIXES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
@@ -29,8 +29,6 @@ _UPLOAD_RETRIES = 1000  # the time limit ends them before
 # obstore's texts of network errors, and of status codes that a retry or new credentials may fix
 _TEMPORARY = re.compile(r"HTTP error: |status code: (408|429|5\d\d)\b")
 _REFUSED = re.compile(r"status code: 40[13]\b|ExpiredToken|Unauthenticated|PermissionDenied")
-
-Result = TypeVar("Result")
 
 
 class MissingError(StorageError):

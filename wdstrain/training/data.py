@@ -18,8 +18,8 @@ from wdstrain.conversion.encode import check_mask, photo_of
 from wdstrain.decode.codecs import IGNORED, decode_mask
 from wdstrain.decode.fields import Field, Image, Mask, image
 from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.loader.batch_assembly import Batch
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.pipeline import Batch
 from wdstrain.shards.columns import Column, as_label, counted
 from wdstrain.shards.declare import complete_column, even_part, read_columns, with_label, with_mask
 from wdstrain.shards.formats import is_image

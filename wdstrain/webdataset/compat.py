@@ -35,11 +35,7 @@ from wdstrain.shards.tar import (
     is_not_sample,
     skipped_text,
 )
-from wdstrain.shards.tar_stream import (
-    members,
-    open_tar,
-    samples,
-)
+from wdstrain.shards.tar_stream import members, open_tar
 from wdstrain.storage.addresses import COMPRESSED, expand, is_json
 from wdstrain.storage.cache import Cache
 from wdstrain.storage.remote import RemoteFile, is_remote, name_of, redacted, shown_path
@@ -288,11 +284,13 @@ class WholeShards:
             file = raw.raw if isinstance(raw.raw, RemoteFile) else None
             files = self._selected(members(stream, shown_path(path), skipped), heads)
             origin = _origin_of(path, file.cached_path if file else "")
-            for sample in samples(files, shown_path(path), skipped, origin, self._handler):
-                if sample.get("__bad__"):
+            reserved = {"__key__", *origin}
+            for key, fields in grouped(files, shown_path(path), skipped, reserved, self._handler):
+                data = {name: member.data for name, member in fields.items()}
+                if data.get("__bad__"):
                     skipped['samples with the field "__bad__"'] += 1
                 else:
-                    yield sample
+                    yield {"__key__": key, **origin, **data}
             if file and stream is raw:
                 with suppress(ShardError):  # torn samples, which the handler skipped
                     rows = grouped(heads, shown_path(path), SkippedMembers())

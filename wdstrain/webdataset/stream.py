@@ -241,10 +241,8 @@ def _example(
     else:  # the epoch is unknown; the worker's own generator moves on
         draws = np.random.random(DRAWS)
     draws.flags.writeable = False  # all fields of a sample have the same
-    example: dict[str, Any] = {"__key__": sample["__key__"]}
-    for name, field in fields.items():
-        example[name] = read_sample(field, sample, draws)
-    return example
+    values = {name: read_sample(field, sample, draws) for name, field in fields.items()}
+    return {"__key__": sample["__key__"], **values}
 
 
 def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
@@ -255,15 +253,13 @@ def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
         raise SampleError(
             f"'{sample['__key__']}' has none of {', '.join(field.names)} (but {has})."
         )
-    out = None
-    if field.example is not None:
-        out = np.empty(field.example.shape, field.example.dtype)
+    example = field.example
+    out = None if example is None else np.empty(example.shape, example.dtype)
     try:
         value = read_field(field, member, memoryview(sample[member]), out, draws)
     except Exception as error:
         where = f"{sample.get('__url__', 'a shard')}: '{sample['__key__']}', field '{member}'"
         raise SampleError(f"{where}: {error}.") from error
-    if out is None:
+    if example is None or out is None:
         return value
-    planes = field.example is not None and field.example.channels_last
-    return np.moveaxis(out, -1, 0) if planes else out
+    return np.moveaxis(out, -1, 0) if example.channels_last else out
