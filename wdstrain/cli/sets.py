@@ -339,7 +339,7 @@ VERBS = {
     "join": Verb(
         JoinOptions,
         "join shards/photos captions.parquet --on key",
-        calling("conversion.join:join", _joined),
+        calling("conversion.changes:join", _joined),
     ),
     "remove": Verb(RemoveOptions, "remove shards/photos --where \"label == 'blurred'\"", _remove),
     "serve": Verb(_ServeOptions, "serve shards/photos --port 8000", _serve),

@@ -40,7 +40,6 @@ from wdstrain.conversion.shard_pool import run
 from wdstrain.errors import SampleError, StorageError
 from wdstrain.order.rng import bits
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar_headers import member_size
@@ -309,7 +308,7 @@ class _Spool:
 
     def __init__(self, folder: str | None, options: Options) -> None:
         self._folder, self._shuffle = folder, options.shuffle
-        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
+        self._most = int(options.memory) // 6  # bytes of all buffers
         self._buffers, self._stops = dict[str, list[bytes]](), dict[str, int]()
         self._held = self.bytes = 0
         for name in os.listdir(folder) if folder is not None else ():

@@ -22,7 +22,6 @@ import numpy as np
 from wdstrain.conversion.collect import Catalog
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import dealt
 from wdstrain.shards.tar_headers import END
@@ -71,7 +70,7 @@ def plan_shards(
         )
     sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
     counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
-    planned, room = list[PlannedShard](), max(1, as_bytes(options.max_shard_size) - len(END))
+    planned, room = list[PlannedShard](), max(1, int(options.max_shard_size) - len(END))
     for (name, size), count in zip_longest(sizes.items(), counts):
         mine, most = members[name], options.max_shard_samples
         runs = _equal_runs(mine, size, count) if count else batches(mine, size, room, most)

@@ -30,7 +30,6 @@ from wdstrain.conversion.shard_plan import PlannedShard
 from wdstrain.conversion.shard_pool import run
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
@@ -132,7 +131,7 @@ def write_shards(
         catalog,
         recipe,
         collect=bad.collect,
-        memory=max(1 << 20, as_bytes(options.memory) // (8 * jobs)),
+        memory=max(1 << 20, int(options.memory) // (8 * jobs)),
         resume=options.resume,
     )
     try:

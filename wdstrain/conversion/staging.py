@@ -387,36 +387,29 @@ class Staging(AbstractContextManager["Staging"]):
         again = " with {resume}" if is_resumable else ""
         with disk_errors(self.target.place, f"Free some space, then run this again{again}."):
             if os.path.exists(paths[INDEX_NAME]):
-                self._check_unchanged(paths[INDEX_NAME], before, may_be_gone=replaces)
+                now, staged = self.target.read(INDEX_NAME), read_whole(paths[INDEX_NAME])
+                known = before, _digest(staged or b"")
+                if _digest(now or b"") not in known and not (replaces and now is None):
+                    raise UsageError(
+                        f"{self.shown} was changed by another program since this change of it "
+                        "began.",
+                        f"Delete {self.path} and run this again without {{resume}}.",
+                    )
                 if replaces:
                     # The old index goes first, so no old shard is ever read under the new index.
                     # Then go the shards that the new one does not list: none lies beside it at any
                     # moment.
                     self.target.delete([INDEX_NAME])
                     self.target.delete(gone)
-                self._put(paths)
+                size = 0
+                for number, (name, path) in enumerate(paths.items(), 1):
+                    if os.path.exists(path):  # else a killed command put it
+                        size += os.path.getsize(path)
+                        self.target.put(path, name)
+                    if self._uploaded is not None:
+                        self._uploaded(number, size, len(paths))
             self.target.delete([] if replaces else gone)
             self._clear(kept=files)
-
-    def _check_unchanged(self, path: str, before: str, *, may_be_gone: bool) -> None:
-        """Raise UsageError unless the index of the set is the one before, or the staged one."""
-        now = self.target.read(INDEX_NAME)
-        known = before, _digest(read_whole(path) or b"")
-        if _digest(now or b"") not in known and not (may_be_gone and now is None):
-            raise UsageError(
-                f"{self.shown} was changed by another program since this change of it began.",
-                f"Delete {self.path} and run this again without {{resume}}.",
-            )
-
-    def _put(self, paths: dict[str, str]) -> None:
-        """Put the staged files into the set that are not there yet."""
-        size = 0
-        for number, (name, path) in enumerate(paths.items(), 1):
-            if os.path.exists(path):  # else a killed command put it
-                size += os.path.getsize(path)
-                self.target.put(path, name)
-            if self._uploaded is not None:
-                self._uploaded(number, size, len(paths))
 
     def discard(self) -> None:
         """Remove all files, unless a change is decided: the next command completes it."""
