@@ -29,7 +29,7 @@ from wdstrain.conversion.sources.table_read import open_parquet, read_table
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.order.rng import U64, bits, key
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import refuse, takes
 from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.index import Index
 from wdstrain.shards.index import join as join_indexes
@@ -132,12 +132,12 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
     for column in known:
         pair = column, columns[column.place]
         kinds = {c.kind for c in pair if c.kind == NOT_A_COLUMN or c.stored.null_count < len(c)}
-        if len(kinds) > 1 and kinds != {"integer", "number"}:
-            raise UsageError(
-                f"the column '{column.name}' holds values of the kind {column.kind} in the new "
-                f"samples, and {pair[1].kind} in {out}.",
-                "Give them the same kind of values.",
-            )
+        refuse(
+            len(kinds) > 1 and kinds != {"integer", "number"},
+            f"the column '{column.name}' holds values of the kind {column.kind} in the new "
+            f"samples, and {pair[1].kind} in {out}.",
+            "Give them the same kind of values.",
+        )
     by_name = {label.name: label for label in new.labels}
     labels = [
         max(label, by_name.get(label.name, label), key=lambda label: len(label.classes))
@@ -205,11 +205,11 @@ def remove(options: RemoveOptions) -> RemoveResult:
             ids = _chosen(index, options)
             counts = index.counts
             left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
-            if not left.any():
-                raise UsageError(
-                    f"no sample of {folder} would be left.",
-                    "Delete the folder if that is intended.",
-                )
+            refuse(
+                not left.any(),
+                f"no sample of {folder} would be left.",
+                "Delete the folder if that is intended.",
+            )
             if len(ids) and not options.dry_run:
                 with disk_errors(folder, "Free some space. The set is unchanged."):
                     index = _rewrite(staging, index, ids, options)
@@ -225,17 +225,17 @@ def remove(options: RemoveOptions) -> RemoveResult:
 def folder_of_set(index: Index) -> str:
     """Return the folder of these shards, on a disk or in a bucket."""
     folders = {os.path.dirname(shard.path) or "." for shard in index.shards}
-    if len(folders) != 1:
-        raise UsageError(
-            f"these shards lie in {len(folders)} folders.",
-            "Run this for each folder by itself.",
-        )
+    refuse(
+        len(folders) != 1,
+        f"these shards lie in {len(folders)} folders.",
+        "Run this for each folder by itself.",
+    )
     folder = folders.pop()
-    if is_remote(folder) and not is_object(folder):
-        raise UsageError(
-            f"{redacted(folder)}: only a set on a disk or in a bucket can be changed.",
-            "Download the set, change it, and upload it.",
-        )
+    refuse(
+        is_remote(folder) and not is_object(folder),
+        f"{redacted(folder)}: only a set on a disk or in a bucket can be changed.",
+        "Download the set, change it, and upload it.",
+    )
     return folder
 
 

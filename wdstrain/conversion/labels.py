@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import RANGE, class_names, number_in, rule_of, shown, whole_in
 from wdstrain.shards.resolve import open_index
@@ -60,13 +61,13 @@ def fixed_classes(
     names = check_classes(classes)
     if names:
         able = [name for name, kind in asked if kind != "number"]
-        if len(able) != 1:
-            raise UsageError(
-                f"classes needs one label of classes, but there are {len(able)}: "
-                f"{', '.join(able) or 'none'}.",
-                "Use {like} for several labels, or write LABEL:number for numbers.",
-                {"like": ...},
-            )
+        refuse(
+            len(able) != 1,
+            f"classes needs one label of classes, but there are {len(able)}: "
+            f"{', '.join(able) or 'none'}.",
+            "Use {like} for several labels, or write LABEL:number for numbers.",
+            like=...,
+        )
         return {able[0]: ColumnInfo(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
         return {}
@@ -117,14 +118,14 @@ def counted_classes(
     UsageError for these.
     """
     count = max(numbers, default=-1) + 1
-    if not stated and count > max(RANGE, _GAP * len(numbers)):
-        raise UsageError(
-            f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
-            f"counted from 0 they would make {count}, nearly all of them empty.",
-            "Number them anew, name the classes with {classes}, or store them under another name. "
-            f"For arrays, state the kind: {name}:class or {name}:number.",
-            {"classes": ...},
-        )
+    refuse(
+        not stated and count > max(RANGE, _GAP * len(numbers)),
+        f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
+        f"counted from 0 they would make {count}, nearly all of them empty.",
+        "Number them anew, name the classes with {classes}, or store them under another name. "
+        f"For arrays, state the kind: {name}:class or {name}:number.",
+        classes=...,
+    )
     return tuple(map(str, range(count)))
 
 

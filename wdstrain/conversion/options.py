@@ -23,6 +23,7 @@ from wdstrain.runtime.options import (
     parse_pair,
     parse_pairs,
     parse_size,
+    refuse,
 )
 from wdstrain.shards.options import (
     CheckedOptions,
@@ -171,18 +172,20 @@ class Options(CheckedOptions):
         check_splits(self.split or ())
         for name, owner, what, example in _NEEDS:
             value = getattr(self, name, None)
-            if value not in (None, (), "") and not getattr(self, owner):
-                raise UsageError(
-                    f"{{{name}}} needs {what}.", f"Add {{{owner}}}.", {name: value, owner: example}
-                )
+            refuse(
+                value not in (None, (), "") and not getattr(self, owner),
+                f"{{{name}}} needs {what}.",
+                f"Add {{{owner}}}.",
+                **{name: value, owner: example},
+            )
         for one, other in _EXCLUSIVE:
             values = getattr(self, one, None), getattr(self, other, None)
-            if all(values):
-                raise UsageError(
-                    f"{{{one}}} and {{{other}}} exclude each other.",
-                    "Give only one.",
-                    {one: values[0], other: values[1]},
-                )
+            refuse(
+                all(values),
+                f"{{{one}}} and {{{other}}} exclude each other.",
+                "Give only one.",
+                **{one: values[0], other: values[1]},
+            )
 
     @property
     def pixel_quality(self) -> int:
@@ -201,11 +204,11 @@ class Options(CheckedOptions):
 def check_splits(names: Iterable[str]) -> None:
     """Raise UsageError for names of splits that cannot begin the name of a shard."""
     for name in names:
-        if not isinstance(name, str) or not _SPLIT.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot be the name of a split, which begins a file's name.",
-                "Use letters, digits, _ and -.",
-            )
+        refuse(
+            not isinstance(name, str) or not _SPLIT.fullmatch(name),
+            f"{name!r} cannot be the name of a split, which begins a file's name.",
+            "Use letters, digits, _ and -.",
+        )
 
 
 # --- kinds of sources -------------------------------------------------------------------------------
@@ -456,9 +459,10 @@ class RemoveOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.where is None) == (self.keys is None):
-            raise UsageError(
-                "the samples to remove are named by {where} or {keys}, not by both.",
-                "Give one of these.",
-                {"where": ..., "keys": ...},
-            )
+        refuse(
+            (self.where is None) == (self.keys is None),
+            "the samples to remove are named by {where} or {keys}, not by both.",
+            "Give one of these.",
+            where=...,
+            keys=...,
+        )

@@ -22,6 +22,7 @@ import numpy as np
 from wdstrain.conversion.collect import Catalog
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import dealt
 from wdstrain.shards.tar_headers import END
@@ -80,23 +81,24 @@ def plan_shards(
 
 def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) -> None:
     """Raise UsageError for options of splits that do not fit the samples."""
-    if options.split and any(catalog.splits) and not resplit:
-        raise UsageError(
-            "the source has its own splits already.",
-            "Leave out {split}, or convert one of its folders.",
-            {"split": ...},
-        )
-    if catalog.grouped and not options.split:
-        raise UsageError(
-            "{group_by} needs a split.",
-            "Add {split}.",
-            {"group_by": ..., "split": {"train": 0.9, "val": 0.1}},
-        )
-    if options.stratify and not any(catalog.strata):
-        raise UsageError(
-            "there are no classes to stratify by.",
-            "Name a label of classes, or leave out stratify.",
-        )
+    refuse(
+        options.split and any(catalog.splits) and not resplit,
+        "the source has its own splits already.",
+        "Leave out {split}, or convert one of its folders.",
+        split=...,
+    )
+    refuse(
+        catalog.grouped and not options.split,
+        "{group_by} needs a split.",
+        "Add {split}.",
+        group_by=...,
+        split={"train": 0.9, "val": 0.1},
+    )
+    refuse(
+        options.stratify and not any(catalog.strata),
+        "there are no classes to stratify by.",
+        "Name a label of classes, or leave out stratify.",
+    )
 
 
 def check_names(names: Sequence[str], known: Sequence[str] = ()) -> None:

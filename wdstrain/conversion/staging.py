@@ -31,6 +31,7 @@ from itertools import count
 from typing import Any
 
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import (
     TABLE_NAME,
@@ -268,12 +269,12 @@ class Staging(AbstractContextManager["Staging"]):
         listed = {shard.name for shard in self._former.shards}
         for name in sorted(self._names - listed):
             split = name.rpartition("-")[0]
-            if name.endswith(".tar") and split in splits:
-                raise UsageError(
-                    f"{self.shown} holds {name}, which no index lists and which would be taken "
-                    f"for a shard of the new split '{split}'.",
-                    "Move such files away, or choose another folder.",
-                )
+            refuse(
+                name.endswith(".tar") and split in splits,
+                f"{self.shown} holds {name}, which no index lists and which would be taken "
+                f"for a shard of the new split '{split}'.",
+                "Move such files away, or choose another folder.",
+            )
 
     def load(self) -> Index:
         """Return the index of the set, with the addresses of its shards."""
@@ -301,12 +302,12 @@ class Staging(AbstractContextManager["Staging"]):
             for name in dict.fromkeys([*former, *values]):
                 if former.get(name) != values.get(name) and name not in FROM_FILES:
                     differing.append(f"{name} was {former.get(name)!r}, is {values.get(name)!r}")
-        if differing:
-            raise UsageError(
-                f"{self.shown} holds {state} conversion of another source or with other options: "
-                f"{'; '.join(differing)}.",
-                "Choose another folder, or replace it with {overwrite}.",
-            )
+        refuse(
+            differing,
+            f"{self.shown} holds {state} conversion of another source or with other options: "
+            f"{'; '.join(differing)}.",
+            "Choose another folder, or replace it with {overwrite}.",
+        )
 
     def folder(self, name: str = _SHARDS) -> str:
         """Return a folder in the staging folder, created if it is missing."""
@@ -330,12 +331,11 @@ class Staging(AbstractContextManager["Staging"]):
         name = f"{split}-{next(self._numbers[split]):06d}.tar"
         named = replace(shard, path=os.path.join(self.shown, name))
         self._files[name] = shard.name
-        if not os.path.exists(shard.path) and self._sent.get(name) != shard.sha256:
-            raise UsageError(
-                f"{shard.path} is gone, or was uploaded under another name, as samples were "
-                "skipped.",
-                "Start anew with {overwrite}.",
-            )
+        refuse(
+            not os.path.exists(shard.path) and self._sent.get(name) != shard.sha256,
+            f"{shard.path} is gone, or was uploaded under another name, as samples were skipped.",
+            "Start anew with {overwrite}.",
+        )
         if self.is_bucket and not self._index and os.path.exists(shard.path):
             # Noted before the upload: after a kill, `_clear` still deletes the object.
             sent = self._sent | {name: shard.sha256}
@@ -389,12 +389,11 @@ class Staging(AbstractContextManager["Staging"]):
             if os.path.exists(paths[INDEX_NAME]):
                 now, staged = self.target.read(INDEX_NAME), read_whole(paths[INDEX_NAME])
                 known = before, _digest(staged or b"")
-                if _digest(now or b"") not in known and not (replaces and now is None):
-                    raise UsageError(
-                        f"{self.shown} was changed by another program since this change of it "
-                        "began.",
-                        f"Delete {self.path} and run this again without {{resume}}.",
-                    )
+                refuse(
+                    _digest(now or b"") not in known and not (replaces and now is None),
+                    f"{self.shown} was changed by another program since this change of it began.",
+                    f"Delete {self.path} and run this again without {{resume}}.",
+                )
                 if replaces:
                     # The old index goes first, so no old shard is ever read under the new index.
                     # Then go the shards that the new one does not list: none lies beside it at any

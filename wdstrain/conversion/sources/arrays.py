@@ -30,7 +30,7 @@ from wdstrain.conversion.listing import Source, check_there
 from wdstrain.conversion.options import ArraysOptions, Hdf5Options, RowOptions
 from wdstrain.conversion.sources.iterable import stream
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.runtime.options import as_list
+from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import FEW, rule_of
 
@@ -150,12 +150,12 @@ def _stream_rows(
 
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
     """Return the number of rows. Raises UsageError if the arrays differ in it."""
-    if not arrays:
-        raise UsageError(
-            "no array was named.",
-            "Give for example {arrays}.",
-            {"arrays": {"image": "images.npy"}},
-        )
+    refuse(
+        not arrays,
+        "no array was named.",
+        "Give for example {arrays}.",
+        arrays={"image": "images.npy"},
+    )
     lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
     if -1 in lengths or len(lengths) > 1:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -174,11 +174,11 @@ def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
             f"{error}.",
             "Choose another name.",
         ) from None
-    if len(set(fields.values())) < len(fields):
-        raise UsageError(
-            f"{title}: two fields would have the same name: {', '.join(fields.values())}.",
-            "Rename one.",
-        )
+    refuse(
+        len(set(fields.values())) < len(fields),
+        f"{title}: two fields would have the same name: {', '.join(fields.values())}.",
+        "Rename one.",
+    )
     return fields
 
 
@@ -263,18 +263,18 @@ def _label(
     before, _, kind = asked.rpartition(":")
     is_stated = kind in ("class", "number") and before in arrays
     name = before if is_stated else asked
-    if name not in fields:
-        raise UsageError(
-            f"the label '{name}' is not a field.",
-            f"Use one of: {', '.join(fields)}.",
-        )
+    refuse(
+        name not in fields,
+        f"the label '{name}' is not a field.",
+        f"Use one of: {', '.join(fields)}.",
+    )
     array = arrays[name]
     type_ = np.dtype(array.dtype).kind
-    if len(array.shape) != 1 or type_ not in "biuf":
-        raise UsageError(
-            f"the label '{name}' is an array of {array.dtype} {list(array.shape)}. A "
-            "label must be one number per row."
-        )
+    refuse(
+        len(array.shape) != 1 or type_ not in "biuf",
+        f"the label '{name}' is an array of {array.dtype} {list(array.shape)}. A "
+        "label must be one number per row.",
+    )
     rows = np.asanyarray(array[slice(0, array.shape[0])])
     values = np.ma.masked_invalid(rows, copy=False)
     if not is_stated:

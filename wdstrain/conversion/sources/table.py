@@ -46,7 +46,7 @@ from wdstrain.conversion.sources.table_files import TableFiles
 from wdstrain.conversion.sources.table_read import Table, read_table
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.runtime.options import as_list
+from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.where import TableRows, matching
@@ -295,11 +295,11 @@ def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict
             )
         names.append(name if is_stated else label)
         asked[names[-1]] = kind if is_stated else None
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"a column is named twice: {', '.join(names)}. The image and each label must be "
-            "different columns."
-        )
+    refuse(
+        len(set(names)) < len(names),
+        f"a column is named twice: {', '.join(names)}. The image and each label must be "
+        "different columns.",
+    )
     return asked
 
 
