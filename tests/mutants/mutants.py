@@ -628,7 +628,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("old-index-first", "                if replaces:", "                if not replaces:"),
         ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
         ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
-        ("changed-by-another", "not in known and not (may", "in known and not (may"),
+        ("changed-by-another", "not in known and not (rep", "in known and not (rep"),
         (
             "replaced-at-the-end",
             "if self.is_bucket and not self._index and",

@@ -42,6 +42,7 @@ from wdstrain.storage.files import disk_errors
 from wdstrain.storage.objects import is_object
 from wdstrain.storage.remote import is_remote, redacted
 
+_UNCHANGED = "Free some space. The set is unchanged."
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
 
 # --- append ---------------------------------------------------------------------------------------
@@ -200,21 +201,18 @@ def remove(options: RemoveOptions) -> RemoveResult:
     """
     folder = folder_of_set(open_index(options.urls))
     with Staging(folder, change=True) as staging:
-        try:
-            index = staging.load()
-            ids = _chosen(index, options)
-            counts = index.counts
-            left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
-            refuse(
-                not left.any(),
-                f"no sample of {folder} would be left.",
-                "Delete the folder if that is intended.",
-            )
-            if len(ids) and not options.dry_run:
-                with disk_errors(folder, "Free some space. The set is unchanged."):
-                    index = _rewrite(staging, index, ids, options)
-        finally:
-            staging.discard()
+        index = staging.load()
+        ids = _chosen(index, options)
+        counts = index.counts
+        left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
+        refuse(
+            not left.any(),
+            f"no sample of {folder} would be left.",
+            "Delete the folder if that is intended.",
+        )
+        if len(ids) and not options.dry_run:
+            with disk_errors(folder, _UNCHANGED):
+                index = _rewrite(staging, index, ids, options)
     rewritten, deleted = (left > 0) & (left < counts), (left == 0)
     size = sum(shard.bytes for shard in index.shards)
     return RemoveResult(
@@ -297,14 +295,10 @@ def join(options: JoinOptions) -> JoinCounts:
     holds, for names that the samples use, and for a set that cannot be changed.
     """
     folder = folder_of_set(open_index(options.urls))
-    with Staging(folder, change=True) as staging:
-        try:
-            with disk_errors(folder, "Free some space. The set is unchanged."):
-                cells = _cells(options, staging.folder("table"))
-                index, counts = joined(staging.load(), cells, options.on, staging.folder())
-                staging.commit(index)
-        finally:
-            staging.discard()
+    with Staging(folder, change=True) as staging, disk_errors(folder, _UNCHANGED):
+        cells = _cells(options, staging.folder("table"))
+        index, counts = joined(staging.load(), cells, options.on, staging.folder())
+        staging.commit(index)
     return counts
 
 

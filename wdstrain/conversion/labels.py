@@ -164,17 +164,20 @@ def decide(
     be of two kinds or is of none, SourceError for a column without a value.
     """
     cells = {code: values[code] for code in np.flatnonzero(counts).tolist()}
-    empty = [code for code, value in cells.items() if value is None or not str(value).strip()]
-    bad = dict.fromkeys(empty, f"the label column '{name}' is empty")
+    bad = {
+        code: f"the label column '{name}' is empty"
+        for code, value in cells.items()
+        if value is None or not str(value).strip()
+    }
     cells = {code: value for code, value in cells.items() if code not in bad}
     if not cells:
         raise SourceError(
             f"{place}: no row has a value in the label column '{name}'.",
             "Name another column.",
         )
-    is_named = bool(names) and not any(isinstance(value, list) for value in cells.values())
-    rule = kind or ("class" if is_named else "")
-    rule = rule or rule_of(place, name, cells.values(), counts[list(cells)].tolist())
+    if kind is None and names and not any(isinstance(value, list) for value in cells.values()):
+        kind = "class"
+    rule = kind or rule_of(place, name, cells.values(), counts[list(cells)].tolist())
     kind, read = RULES[rule]
     if kind == "flag" and given not in ((), FLAG_CLASSES):
         kind, read = RULES["class"]
@@ -192,8 +195,9 @@ def decide(
             numbered = dict(zip(map(str, count()), known, strict=False))
             if known is names or (used.isdisjoint(known) and used <= numbered.keys()):
                 by_text |= numbered
-                first = f"label {name}: its numbers count the given classes: 0 is {shown(known[0])}"
-                lines += [] if known is names else [first]
+                if known is given:
+                    zero = f"0 is {shown(known[0])}"
+                    lines.append(f"label {name}: its numbers count the given classes: {zero}")
             good = _read(good, partial(_named, by_text), bad, name)
     if not good:
         raise UsageError(

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal
 
 from wdstrain.errors import UsageError
@@ -201,13 +202,22 @@ class Options(CheckedOptions):
         return self.num_workers or min(cores(), 1 + size // _PROCESS_BYTES)
 
 
-def check_splits(names: Iterable[str]) -> None:
-    """Raise UsageError for names of splits that cannot begin the name of a shard."""
+def check_splits(names: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Raise UsageError for names of splits that cannot begin the name of a shard.
+
+    known: names of other splits. Each must be told apart from the others by NAME-*.tar.
+    """
     for name in names:
         refuse(
             not isinstance(name, str) or not _SPLIT.fullmatch(name),
             f"{name!r} cannot be the name of a split, which begins a file's name.",
             "Use letters, digits, _ and -.",
+        )
+    for name, longer in permutations((*known, *names), 2):
+        refuse(
+            longer.startswith(f"{name}-"),
+            f"the splits '{name}' and '{longer}' cannot be told apart by {name}-*.tar.",
+            "Rename one of them.",
         )
 
 

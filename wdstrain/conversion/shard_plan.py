@@ -54,33 +54,6 @@ def plan_shards(
     not fit the source, and for a split that gets no sample.
     """
     order = chosen(catalog, options)
-    check_options(catalog, options, resplit=resplit)
-    if options.split:
-        names, split = list(options.split), draw_splits(catalog, order, options)
-    else:
-        own = [name or "train" for name in catalog.splits]
-        names = list(dict.fromkeys(own))
-        split = np.array([names.index(name) for name in own], np.int64)[catalog.split[order]]
-    check_names(names, known)
-    members = {name: order[split == number] for number, name in enumerate(names)}
-    empty = [name for name, mine in members.items() if not len(mine)]
-    if empty and options.split:
-        raise UsageError(
-            f"the split '{empty[0]}' gets none of {len(order)} samples.",
-            "Give it a larger share, or more samples.",
-        )
-    sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
-    counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
-    planned, room = list[PlannedShard](), max(1, int(options.max_shard_size) - len(END))
-    for (name, size), count in zip_longest(sizes.items(), counts):
-        mine, most = members[name], options.max_shard_samples
-        runs = _equal_runs(mine, size, count) if count else batches(mine, size, room, most)
-        planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
-    return planned
-
-
-def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) -> None:
-    """Raise UsageError for options of splits that do not fit the samples."""
     refuse(
         options.split and any(catalog.splits) and not resplit,
         "the source has its own splits already.",
@@ -99,18 +72,28 @@ def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) 
         "there are no classes to stratify by.",
         "Name a label of classes, or leave out stratify.",
     )
-
-
-def check_names(names: Sequence[str], known: Sequence[str] = ()) -> None:
-    """Raise UsageError for splits that cannot name shards, or are not told apart by NAME-*.tar."""
-    check_splits(names)
-    for name in [*known, *names]:
-        longer = [other for other in (*known, *names) if other.startswith(f"{name}-")]
-        if longer:
-            raise UsageError(
-                f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar.",
-                "Rename one of them.",
-            )
+    if options.split:
+        names, split = list(options.split), draw_splits(catalog, order, options)
+    else:
+        own = [name or "train" for name in catalog.splits]
+        names = list(dict.fromkeys(own))
+        split = np.array([names.index(name) for name in own], np.int64)[catalog.split[order]]
+    check_splits(names, known)
+    members = {name: order[split == number] for number, name in enumerate(names)}
+    empty = [name for name, mine in members.items() if not len(mine)]
+    if empty and options.split:
+        raise UsageError(
+            f"the split '{empty[0]}' gets none of {len(order)} samples.",
+            "Give it a larger share, or more samples.",
+        )
+    sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
+    counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
+    planned, room = list[PlannedShard](), max(1, int(options.max_shard_size) - len(END))
+    for (name, size), count in zip_longest(sizes.items(), counts):
+        mine, most = members[name], options.max_shard_samples
+        runs = _equal_runs(mine, size, count) if count else batches(mine, size, room, most)
+        planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
+    return planned
 
 
 def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,14 +34,13 @@ from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Ints, Offsets, Row
 from wdstrain.shards.tar_headers import BLOCK, END, header
-from wdstrain.storage.files import disk_errors, publish, sync, write_whole
+from wdstrain.storage.files import disk_errors, put_whole, sync, write_whole
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
 _SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
-_TEMPORARY = ".tmp"  # ending of a file that is being written
 _PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 _FULL = "Free some space or choose another folder, then continue with {resume}."
 
@@ -62,17 +60,13 @@ def write_samples(
 
     Raises StorageError with this advice for a full disk.
     """
-    # A unique name: on a cluster, a node that was given up may still write the same shard.
-    temporary = f"{path}.{uuid.uuid4().hex[:12]}{_TEMPORARY}"
     rows, columns, digest = list[Row](), ColumnBuilder(own_names=True), hashlib.sha256()
-    with disk_errors(path, advice):
-        with ThreadPoolExecutor(1) as hasher, open(temporary, "wb") as file:
-            hashed = hasher.submit(digest.update, b"")
-            for chunk in _chunks(samples, rows, columns):
-                hashed.result()  # the thread is at most one chunk behind
-                hashed = hasher.submit(digest.update, chunk)
-                file.write(chunk)
-        publish(temporary, path)
+    with put_whole(path, advice) as file, ThreadPoolExecutor(1) as hasher:
+        hashed = hasher.submit(digest.update, b"")
+        for chunk in _chunks(samples, rows, columns):
+            hashed.result()  # the thread is at most one chunk behind
+            hashed = hasher.submit(digest.update, chunk)
+            file.write(chunk)
     offsets, end = Offsets.of_samples(rows, columns.finish()), rows[-1][2] if rows else 0
     return Index((Shard(path, len(rows), end + len(END), split, digest.hexdigest()),), offsets)
 
@@ -143,7 +137,7 @@ def write_shards(
                 yield packed
     finally:
         for name in os.listdir(folder):  # of a worker that was killed
-            if name.endswith(_TEMPORARY):
+            if name.endswith(".tmp"):
                 os.unlink(os.path.join(folder, name))
 
 

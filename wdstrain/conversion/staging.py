@@ -75,9 +75,8 @@ class Folder:
 
     def names(self) -> set[str]:
         """Return the names of all files."""
-        with suppress(FileNotFoundError):
-            return set(os.listdir(self.place)) - {UNFINISHED}
-        return set()
+        names = os.listdir(self.place) if os.path.exists(self.place) else ()
+        return set(names) - {UNFINISHED}
 
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if it does not exist."""
@@ -129,8 +128,8 @@ class Bucket:
 class Staging(AbstractContextManager["Staging"]):
     """The staging folder of a set, locked by this process: `with Staging(out) as staging`.
 
-    At the end of the block it is left for `resume`, or removed if nothing was written. target: the
-    place of the set. shown: its address. is_complete: `resume` has nothing to do, because there is
+    At the end of the block it is left for `resume` and for a change that is decided, else removed.
+    target: the place of the set. shown: its address. is_complete: `resume` has nothing to do, because there is
     a finished conversion.
     """
 
@@ -178,7 +177,7 @@ class Staging(AbstractContextManager["Staging"]):
         if self._lock >= 0:
             with suppress(OSError):
                 files = {name for _, _, names in os.walk(self.path) for name in names}
-                if files <= {LOCK_NAME, _CALL}:
+                if files <= {LOCK_NAME, _CALL} or files.isdisjoint((_CALL, _COMMIT)):
                     self._clear()
                 os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
             os.close(self._lock)

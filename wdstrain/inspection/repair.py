@@ -76,23 +76,20 @@ def repair(options: RepairOptions) -> Repair:
     result.notes = [fault.sentence for fault in faults]
     _check(result.out, list(todo))
     with Staging(result.out, overwrite=options.overwrite) as stage:
-        try:
-            folder = stage.folder()
-            rescued, _ = each_shard(todo, recover, "repairing", options.progress)
-            made = [
-                _saved(expected, found, folder, result)
-                for expected, found in zip(todo.values(), rescued, strict=True)
-            ]
-            parts = [index for index in made if len(index)]
-            if not parts:
-                first = f" The first: {result.findings[0]}" if result.findings else ""
-                raise ShardError(
-                    f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
-                )
-            index = _with_what_was_known(join(parts), list(todo.values()), result)
-            stage.commit(index, [shard.name for shard in index.shards])
-        finally:
-            stage.discard()
+        folder = stage.folder()
+        rescued, _ = each_shard(todo, recover, "repairing", options.progress)
+        made = [
+            _saved(expected, found, folder, result)
+            for expected, found in zip(todo.values(), rescued, strict=True)
+        ]
+        parts = [index for index in made if len(index)]
+        if not parts:
+            first = f" The first: {result.findings[0]}" if result.findings else ""
+            raise ShardError(
+                f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
+            )
+        index = _with_what_was_known(join(parts), list(todo.values()), result)
+        stage.commit(index, [shard.name for shard in index.shards])
     result.shards, result.samples = len(index.shards), len(index)
     result.bytes = sum(shard.bytes for shard in index.shards)
     return result
