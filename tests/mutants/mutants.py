@@ -642,7 +642,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "all(before <= now for before, now in zip(",
         ),
         ("keys-unique", "if key.casefold() in known]", "if key in known]"),
-        ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),
+        ("kinds-of-column", "len(kinds) > 1 and kinds !=", "len(kinds) > 1 and kinds =="),
         (
             "only-named-shards",
             'options.where or "") & allowed',

@@ -34,6 +34,7 @@ from wdstrain.conversion.listing import (
     Sample,
     SampleStore,
     Source,
+    piece_of,
 )
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
@@ -278,7 +279,7 @@ def collect(
             continue
         rank = text_hash(options.seed, str(entry.key))
         try:
-            parts = list(map(_piece, entry.parts)) if has_files else files.put(rank, entry.parts)
+            parts = _pieces(entry.parts) if has_files else files.put(rank, entry.parts)
         except SampleError as error:
             bad.put(bad_sample(source.name, entry, str(error), has_files=True))
             continue
@@ -289,18 +290,9 @@ def collect(
     return source.catalog if isinstance(source.catalog, Catalog) else catalog.finish()
 
 
-def _piece(part: tuple[str, Any]) -> tuple[str, Any]:
-    """Return a part with the state of its file. Raises SampleError for one that cannot be packed."""
-    field, path = part
-    if not isinstance(path, str):
-        return part
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise SampleError(f"it cannot be read ({error.strerror})") from error
-    if status.st_size == 0:
-        raise SampleError("it has 0 bytes")
-    return field, (path, status.st_size, status.st_mtime_ns)
+def _pieces(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return parts with the states of their files. Raises SampleError for one that is unusable."""
+    return [(field, piece_of(part) if isinstance(part, str) else part) for field, part in parts]
 
 
 class _Spool:

@@ -148,8 +148,7 @@ def _encoded(
 def array_field(name: str, values: npt.NDArray[Any]) -> str:
     """Return the field for the rows of an array: its name, with .npy or .txt if it has no kind."""
     name = field_name(name)
-    kind = name.rpartition(".")[2].lower()
-    if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
+    if name.rpartition(".")[2] in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
     rows = dict(values.dtype.metadata or {}).get("vlen")  # HDF5: type of rows that differ in length
     return (

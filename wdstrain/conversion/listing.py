@@ -214,6 +214,17 @@ def image_field(name: str) -> str | None:
     return extension if "." in name and is_image(extension) else None
 
 
+def piece_of(path: str) -> Piece:
+    """Return a file to copy. Raises SampleError for one that is missing or empty."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SampleError(f"it cannot be read ({error.strerror})") from error
+    if status.st_size == 0:
+        raise SampleError("it has 0 bytes")
+    return path, status.st_size, status.st_mtime_ns
+
+
 def is_litter(name: str) -> bool:
     """Return whether a file is hidden or was left by an operating system."""
     return name.lower() in _LITTER or name.startswith(".")

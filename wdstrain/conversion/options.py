@@ -156,11 +156,9 @@ class Options(CheckedOptions):
         super().__post_init__()
         for name, least in (("max_shard_size", 1), ("memory", 16_000_000)):
             value = getattr(self, name)
-            try:
-                size = parse_size(value) if isinstance(value, str) else integer(name, value, least)
-            except ValueError as error:
-                raise UsageError(f"{error}.", option=name, value=value) from None
-            object.__setattr__(self, name, integer(name, size, least))
+            if isinstance(value, str):
+                value = self._parsed(self.__dataclass_fields__[name], value)
+            object.__setattr__(self, name, integer(name, value, least))
         if self.quality is not None and self.quality > 100:
             raise UsageError("must be <= 100.", option="quality", value=self.quality)
         shares = (self.split or {"train": 1.0}).values()

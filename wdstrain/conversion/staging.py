@@ -295,12 +295,15 @@ class Staging(AbstractContextManager["Staging"]):
 
     def compare(self, before: dict[str, Any], call: dict[str, Any], state: str) -> None:
         """Raise UsageError with the arguments in which a call differs from that of a conversion."""
-        differing = []
-        for part, values in json.loads(json.dumps(call)).items():
-            former = before.get(part, {})
-            for name in dict.fromkeys([*former, *values]):
-                if former.get(name) != values.get(name) and name not in FROM_FILES:
-                    differing.append(f"{name} was {former.get(name)!r}, is {values.get(name)!r}")
+        was, now = (
+            {(part, name): value for part in call for name, value in one.get(part, {}).items()}
+            for one in (before, json.loads(json.dumps(call)))
+        )
+        differing = [
+            f"{place[1]} was {was.get(place)!r}, is {now.get(place)!r}"
+            for place in was | now
+            if was.get(place) != now.get(place) and place[1] not in FROM_FILES
+        ]
         refuse(
             differing,
             f"{self.shown} holds {state} conversion of another source or with other options: "
@@ -382,8 +385,7 @@ class Staging(AbstractContextManager["Staging"]):
         last. Raises UsageError if another program changed the set meanwhile.
         """
         paths = {name: os.path.join(self.path, _SHARDS, file) for name, file in files.items()}
-        is_resumable = os.path.exists(os.path.join(self.path, _CALL))
-        again = " with {resume}" if is_resumable else ""
+        again = " with {resume}" if os.path.exists(os.path.join(self.path, _CALL)) else ""
         with disk_errors(self.target.place, f"Free some space, then run this again{again}."):
             if os.path.exists(paths[INDEX_NAME]):
                 now, staged = self.target.read(INDEX_NAME), read_whole(paths[INDEX_NAME])

@@ -92,10 +92,12 @@ def stream_hdf5(options: Hdf5Options) -> Source:
         "labels": as_list(options.label),
         "key": options.key,
     }
-    packed = {name: ", ".join(one.meaning) for name, one in data_sets.items() if one.meaning}
-    if packed:
-        lines = [f"{n}: stored numbers are packed, without {some}" for n, some in packed.items()]
-        about["decided"] = lines
+    decided = [
+        f"{name}: stored numbers are packed, without {', '.join(one.meaning)}"
+        for name, one in data_sets.items()
+        if one.meaning
+    ]
+    about |= {"decided": decided} if decided else {}
     return _stream_rows(file, data_sets, about, options, keys)
 
 

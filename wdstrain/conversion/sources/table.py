@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, compress, count, repeat
-from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from wdstrain.conversion.listing import (
     Sample,
     Source,
     image_field,
+    piece_of,
 )
 from wdstrain.conversion.options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
@@ -365,19 +365,11 @@ class _Images:
         field, file = image_field(path), os.path.join(self.base, path)
         if field is None:
             raise SourceError("the path has no extension of an image")
-        try:
-            status = os.stat(file)
-        except PermissionError:
-            raise SourceError("the image cannot be read: Permission denied") from None
-        except (OSError, ValueError):
-            status = None
-        if status is None or not S_ISREG(status.st_mode):
+        if not os.path.isfile(file):
             raise SourceError(
-                "the image is not there; the option root says where relative paths begin"
+                "the image is not there, or there is no permission; the option root says where "
+                "relative paths begin"
             )
         self.exist += 1
-        if status.st_size == 0:
-            raise SourceError("it has 0 bytes")
-        parts = [(field, (file, status.st_size, status.st_mtime_ns))]
         name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
-        return Sample(None, parts, name=name, identity=os.path.abspath(file))
+        return Sample(None, [(field, piece_of(file))], name=name, identity=os.path.abspath(file))
