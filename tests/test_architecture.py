@@ -45,23 +45,23 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3180,
-    "training": 2898,
-    "inspection": 1445,
+    "conversion": 3098,
+    "training": 2896,
+    "inspection": 1443,
     "loader": 1297,
     "shards": 2391,
     "decode": 1342,
     "storage": 1057,
     "reader": 486,
     "cli": 532,
-    "runtime": 405,
+    "runtime": 404,
     "tuning": 218,
     "order": 509,
     "report": 226,
     "augment": 270,
     "webdataset": 323,
     "native": 56,
-    "": 294,  # modules at the top, memory.py among them
+    "": 293,  # modules at the top, memory.py among them
 }
 
 

@@ -70,6 +70,9 @@ class SampleStore:
         self._data += marshal.dumps(tuple(sample))  # type: ignore[arg-type]
         self._stops.append(len(self._data))
 
+    def __len__(self) -> int:
+        return len(self._stops) - 1
+
     def __getitem__(self, number: int) -> Sample:
         start, stop = self._stops[number : number + 2]
         return Sample(*marshal.loads(memoryview(self._data)[start:stop]))

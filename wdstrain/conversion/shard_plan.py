@@ -148,7 +148,7 @@ def draw_splits(catalog: Catalog, order: Ints, options: Options) -> Ints:
         at = catalog.side[order] / 2.0**64
         return np.asarray(np.searchsorted(np.cumsum(shares)[:-1], at, side="right"), np.int64)
     # by class, in the order of their names, then by hash
-    names = np.unique(catalog.strata, return_inverse=True)[1]
+    names = np.unique(list(catalog.strata), return_inverse=True)[1]
     sides = np.lexsort((catalog.side[order], names[catalog.stratum[order]]))
     split = np.empty(len(order), np.int64)
     split[sides] = dealt(len(order), [share / sum(shares) for share in shares])

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.collect import Catalog, Fetched, bad_sample
+from wdstrain.conversion.collect import Catalog, bad_sample
 from wdstrain.conversion.encode import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Part
 from wdstrain.conversion.options import Options
@@ -39,8 +38,6 @@ from wdstrain.storage.files import disk_errors, put_whole, sync, write_whole
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
-_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
-_SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
 _PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 _FULL = "Free some space or choose another folder, then continue with {resume}."
 
@@ -164,7 +161,7 @@ def _write_shard(
         return part
 
     def good() -> Iterator[tuple[str, list[Part]]]:
-        for place, (key, parts) in enumerate(_fetched(shard.numbers, catalog, memory)):
+        for place, (key, parts) in enumerate(catalog.fetch(shard.numbers, memory)):
             try:
                 if isinstance(parts, SampleError):
                     raise parts
@@ -197,22 +194,3 @@ def _kept(path: str, shard: PlannedShard, mark: str) -> Packed | None:
             numbers = shard.numbers[np.array(extra["places"], np.int64)]
             return Packed(index, numbers, [BadSample(*row) for row in extra["bad"]], is_kept=True)
     return None  # it is written again
-
-
-def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[Fetched]:
-    """Yield key and parts of each sample, in order, or its error.
-
-    Samples are fetched in groups, within a group as they lie on the disk. Groups are small while
-    bytes come from the page cache, and grow up to the memory limit where a disk is slow.
-    """
-    # Of a spool as many as fit: fewer passes over it.
-    together = min(memory, _OPTIMAL_FETCH) if catalog.has_files else memory
-    while len(numbers):
-        stops = np.cumsum(catalog.sizes[numbers])
-        count = max(1, int(np.searchsorted(stops, together, side="right")))
-        begun = perf_counter()
-        fetched = catalog.fetch(numbers[:count])
-        if stops[count - 1] < _SLOW * (perf_counter() - begun):
-            together = min(memory, 4 * together)
-        yield from fetched
-        numbers = numbers[count:]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.collect import CatalogBuilder, text_hash
+from wdstrain.conversion.collect import Catalog, text_hash
 from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
@@ -127,7 +127,7 @@ class _Rows:
         """Return the rows whose images are files."""
         files, seed = self._table.files, self._options.seed
         images, keys = _Images(files, self._options.root), Keys()
-        catalog = CatalogBuilder(files.name, seed, has_files=True)
+        catalog = Catalog(files.name, seed, has_files=True)
         firsts: dict[int, str] = {}  # hash of an image's place -> key of the first row that has it
         for entry in self._samples(images):
             if isinstance(entry, BadSample):
@@ -146,7 +146,7 @@ class _Rows:
             f"{images.base or '.'}",
             *self._lines(),
         ]
-        if twice := len(catalog.sizes) - len(firsts):
+        if twice := len(catalog.items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
         source = replace(self._source(decided), has_files=True)
         return replace(source, samples=lambda: bad.bad, catalog=catalog.finish())
@@ -367,8 +367,8 @@ class _Images:
             raise SourceError("the path has no extension of an image")
         if not os.path.isfile(file):
             raise SourceError(
-                "the image is not there, or there is no permission; the option root says where "
-                "relative paths begin"
+                "the image is not there; check the option root, which says where relative paths "
+                "begin, and the permissions"
             )
         self.exist += 1
         name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
