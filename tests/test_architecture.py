@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3098,
+    "conversion": 3082,
     "training": 2896,
     "inspection": 1425,
     "loader": 1297,

@@ -103,8 +103,8 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
         old, now = known.get(name), new.get(name)
         if old is None or now is None or not _are_alike(old, now):
             shown = [label.summary if label is not None else "missing" for label in (now, old)]
-            is_mask = any(label is not None and label.kind == "mask" for label in (now, old))
-            option = "mask_classes" if is_mask else "classes"
+            kinds = {label.kind for label in (now, old) if label is not None}
+            option = "mask_classes" if "mask" in kinds else "classes"
             raise UsageError(
                 f"the label '{name}' is {shown[0]} in the new samples and {shown[1]} in {out}. A "
                 "set keeps its labels and the numbers of its classes.",

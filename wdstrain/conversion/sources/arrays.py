@@ -314,8 +314,9 @@ def _open(name: str, array: Any) -> Rows:
         try:
             return np.asanyarray(array)
         except Exception as error:  # the methods of an array may raise anything
-            kind = type(array).__name__
-            raise UsageError(f"{name}: {kind} cannot be read as an array: {error}.") from None
+            raise UsageError(
+                f"{name}: {type(array).__name__} cannot be read as an array: {error}."
+            ) from None
     path, _, member = os.fspath(array).partition(".npz:")
     path += ".npz" * bool(member)
     check_there(path, f"{name}={os.fspath(array)}")

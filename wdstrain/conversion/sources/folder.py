@@ -52,8 +52,9 @@ def list_folder(
         mask_classes=...,
     )
     ignored = Counter[str]()
-    roots = _splits(source, ignored, alone=flat) or {"": source}
-    images = _find_images(source, roots, ignored, flat=flat)
+    images = _find_images(
+        source, _splits(source, ignored, alone=flat) or {"": source}, ignored, flat=flat
+    )
     classes = sorted({image.stratum for image in images} - {""})
     other = [kind for kind in classes if fixed and kind not in fixed]
     refuse(
@@ -124,10 +125,9 @@ def _find_images(
     for split, root in roots.items():
         folders.update([] if flat else next(walk(root))[2])
         for name, path, field in _image_files(root, ignored):
-            kind, is_inside, _ = name.partition("/")
-            if flat or is_inside:
-                stratum = "" if flat else kind
-                images.append(Sample(None, [(field, path)], split, stratum=stratum, name=name))
+            kind, is_inside, _ = ("", True, "") if flat else name.partition("/")
+            if is_inside:
+                images.append(Sample(None, [(field, path)], split, stratum=kind, name=name))
             else:
                 outside += 1
     ignored["images outside a class folder"] += outside

@@ -129,8 +129,9 @@ def _packed(
     if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
     if len(dict(packed)) < len(packed):
-        names = ", ".join(field for field, _ in packed)
-        raise SampleError(f"two of its fields have the same name: {names}")
+        raise SampleError(
+            f"two of its fields have the same name: {', '.join(field for field, _ in packed)}"
+        )
     return key, packed
 
 
@@ -242,8 +243,11 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
         names=classes_of(next(iter(data_sets.values()))),
         quality=options.pixel_quality,
     )
-    left_out = {f"split {one}, which was not asked for": 1 for one in known if one not in wanted}
-    return replace(source, resplit=True, ignored=left_out)
+    return replace(
+        source,
+        resplit=True,
+        ignored={f"split {one}, which was not asked for": 1 for one in known if one not in wanted},
+    )
 
 
 def _file_fields(row: tuple[str, int]) -> dict[str, Any]:

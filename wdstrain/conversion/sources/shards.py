@@ -79,8 +79,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                 yield BadSample(shard.shown, 0, key, str(error))
                 continue
             value = None if column is None else column.values[number].as_py()
-            kind = "" if value is None else str(value)
-            yield Sample(key, kept, splits[shard.name], stratum=kind)
+            yield Sample(key, kept, splits[shard.name], stratum="" if value is None else str(value))
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
     source = _stated(options, index)
@@ -175,9 +174,9 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
             "Choose others.",
         ) from None
     if not names or len(set(names.values())) < len(names):
-        some = ", ".join(names.values()) or "(none)"
         raise UsageError(
-            f"the samples would have the fields {some}, but need one or more, each once.",
+            f"the samples would have the fields {', '.join(names.values()) or '(none)'}, but need "
+            "one or more, each once.",
             "Choose others.",
         )
     return names

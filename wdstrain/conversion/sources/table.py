@@ -148,8 +148,12 @@ class _Rows:
         ]
         if twice := len(catalog.items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        source = replace(self._source(decided), has_files=True)
-        return replace(source, samples=lambda: bad.bad, catalog=catalog.finish())
+        return replace(
+            self._source(decided),
+            samples=lambda: bad.bad,
+            has_files=True,
+            catalog=catalog.finish(),
+        )
 
     def _paths(self) -> Iterator[str]:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
@@ -264,9 +268,9 @@ class _Rows:
             parts.append(("txt", str(text).encode()))
         parts += json_fields(cells) if cells else []
         if len(dict(parts)) < len(parts):
-            fields = ", ".join(field for field, _ in parts)
             raise SampleError(
-                f"two of its columns would be one field: {fields}; rename one of them"
+                f"two of its columns would be one field: {', '.join(field for field, _ in parts)}; "
+                "rename one of them"
             )
         return Sample(
             sample.key,
@@ -341,8 +345,7 @@ def _bytes_image(cell: Any, name: str) -> Sample:
     if not isinstance(cell, bytes):
         raise SourceError("there are no bytes of an image")
     identity = blake2b(cell, digest_size=16).hexdigest()
-    key = os.path.splitext(name)[0]
-    return Sample(key, [(field_of(cell), cell)], identity=identity)
+    return Sample(os.path.splitext(name)[0], [(field_of(cell), cell)], identity=identity)
 
 
 class _Images:
