@@ -45,23 +45,23 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3180,
-    "training": 2898,
-    "inspection": 1445,
+    "conversion": 3080,
+    "training": 2896,
+    "inspection": 1425,
     "loader": 1264,
     "shards": 2362,
     "decode": 1337,
     "storage": 1055,
     "reader": 476,
-    "cli": 532,
-    "runtime": 403,
+    "cli": 526,
+    "runtime": 402,
     "tuning": 218,
     "order": 501,
     "report": 226,
     "augment": 267,
     "webdataset": 321,
     "native": 56,
-    "": 293,  # modules at the top, memory.py among them
+    "": 292,  # modules at the top, memory.py among them
 }
 
 

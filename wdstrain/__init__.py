@@ -27,8 +27,7 @@ if TYPE_CHECKING:
         convert_torchvision,
         pack,
     )
-    from wdstrain.conversion.changes import remove
-    from wdstrain.conversion.join import join
+    from wdstrain.conversion.changes import join, remove
     from wdstrain.decode.fields import Example, Field, array, image, json, mask
     from wdstrain.decode.labels import label, number, text
     from wdstrain.errors import (
@@ -124,8 +123,7 @@ __all__ = [
 
 _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
-    "conversion.changes": "remove",
-    "conversion.join": "join",
+    "conversion.changes": "join remove",
     "decode.fields": "Example Field array image json mask",
     "decode.labels": "label number text",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",

@@ -625,7 +625,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("old-index-first", "                if replaces:", "                if not replaces:"),
         ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
         ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
-        ("changed-by-another", "not in known and not (may", "in known and not (may"),
+        ("changed-by-another", "not in known and not (rep", "in known and not (rep"),
         (
             "replaced-at-the-end",
             "if self.is_bucket and not self._index and",
@@ -639,7 +639,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
             "all(before <= now for before, now in zip(",
         ),
         ("keys-unique", "if key.casefold() in known]", "if key in known]"),
-        ("kinds-of-column", "if len(kinds) > 1 and kinds !=", "if len(kinds) > 1 and kinds =="),
+        ("kinds-of-column", "len(kinds) > 1 and kinds !=", "len(kinds) > 1 and kinds =="),
         (
             "only-named-shards",
             'options.where or "") & allowed',

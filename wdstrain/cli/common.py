@@ -45,8 +45,9 @@ class Parser(argparse.ArgumentParser):
     """Parser without abbreviations, whose errors are UsageErrors."""
 
     def __init__(self, **words: Any) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **words)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **words
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError, with the option or verb that the words resemble."""
@@ -236,12 +237,11 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_positional(target: Any, field: dataclasses.Field[Any]) -> None:
-    several = "+" if field.default is REQUIRED else "*"
     target.add_argument(
         field.name,
         metavar=field.metadata["metavar"] or field.name.upper(),
         help=help_text(field),
-        nargs=several if field.metadata["several"] else None,
+        nargs=("+" if field.default is REQUIRED else "*") if field.metadata["several"] else None,
     )
 
 

@@ -31,8 +31,11 @@ def _rows(done: Any, seconds: float) -> Shown:
 
 
 def _with_bars(done: Any, seconds: float) -> Shown:
-    labels = [column for column in done.columns if column.is_label]
-    bars = "".join(f"\n\n{column.name}:\n{_bars(column.bars(_MOST))}" for column in labels)
+    bars = "".join(
+        f"\n\n{column.name}:\n{_bars(column.bars(_MOST))}"
+        for column in done.columns
+        if column.is_label
+    )
     return done.as_dict(), done.rows(), bars
 
 
@@ -48,8 +51,8 @@ def _bars(counts: dict[str, int]) -> str:
 
 
 def _timed(done: Any, seconds: float) -> Shown:
-    took = [("seconds", text_of(seconds))]
-    return {**done.as_dict(), "seconds": seconds}, [*done.rows(), *took], ""
+    report = {**done.as_dict(), "seconds": seconds}
+    return report, [*done.rows(), ("seconds", text_of(seconds))], ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,8 +83,9 @@ def _log_messages(arguments: argparse.Namespace) -> Iterator[None]:
     log, handler = logging.getLogger("wdstrain"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     level = log.level
-    if arguments.verbose or arguments.quiet:
-        log.setLevel(logging.DEBUG if arguments.verbose else logging.ERROR)
+    log.setLevel(
+        logging.DEBUG if arguments.verbose else logging.ERROR if arguments.quiet else level
+    )
     if arguments.verbose:
         log.addHandler(handler)
     try:

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,10 +147,10 @@ def add_convert(verbs: Any, text: str) -> None:
         epilog="example: wdstrain convert old/ shards/packed",
     )
     kinds = parser.add_subparsers(title="kinds of source", metavar="KIND", required=True)
-    groups = {"packing": Options.__dataclass_fields__}
+    packing = {"packing": Options.__dataclass_fields__}
     for name, options, title, example in _KINDS:
-        row = Verb(options, f"convert {example}", _convert, _INTERRUPTED, groups)
-        add_verb(kinds, name, row, title)
+        verb = Verb(options, f"convert {example}", _convert, _INTERRUPTED, packing)
+        add_verb(kinds, name, verb, title)
 
 
 def _convert(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
@@ -158,8 +158,7 @@ def _convert(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     with Reporter() as reporter:
 
         def show(step: Step) -> None:
-            skipped = f", {step.bad} skipped" if step.bad else ""
-            text = f"{step.bytes / 1e6:.1f} MB{skipped}"
+            text = f"{step.bytes / 1e6:.1f} MB" + f", {step.bad} skipped" * bool(step.bad)
             reporter.step(step.title, step.done, step.total, text, "samples")
 
         options = kind(**given, progress=show)
@@ -188,8 +187,8 @@ def _convert(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         "kept_shards": done.kept,
         "seconds": round(seconds, 3),
     }
-    rows = _rows(done, report["out"], seconds, is_dry=options.dry_run)
-    result(arguments, report, [*summary(done.index), *rows])
+    rows = [*summary(done.index), *_rows(done, report["out"], seconds, is_dry=options.dry_run)]
+    result(arguments, report, rows)
     return 0
 
 
@@ -313,18 +312,18 @@ def _serve(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     begun, status = time.monotonic(), 0
     server = Server(**vars(_ServeOptions(**given)))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C
-    with ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, before)
-        stack.enter_context(suppress(KeyboardInterrupt))
-        stack.enter_context(server)
-        print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
-        if not server.is_local:
-            print_message(
-                f"Everyone who reaches this machine ({socket.gethostname()}) can read this "
-                "folder; there is no password."
-            )
-        server.wait()
-        status = 1  # the server ended by itself
+    try:
+        with suppress(KeyboardInterrupt), server:
+            print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
+            if not server.is_local:
+                print_message(
+                    f"Everyone who reaches this machine ({socket.gethostname()}) can read this "
+                    "folder; there is no password."
+                )
+            server.wait()
+            status = 1  # the server ended by itself
+    finally:
+        signal.signal(signal.SIGTERM, before)
     seconds, sent = time.monotonic() - begun, {"requests": server.requests, "bytes": server.bytes}
     report = {"folder": server.folder, "url": server.url, **sent, "seconds": round(seconds, 3)}
     requests, megabytes = counted(server.requests, "request"), server.bytes / 1e6
@@ -341,7 +340,7 @@ VERBS = {
     "join": Verb(
         JoinOptions,
         "join shards/photos captions.parquet --on key",
-        calling("conversion.join:join", _joined),
+        calling("conversion.changes:join", _joined),
     ),
     "remove": Verb(RemoveOptions, "remove shards/photos --where \"label == 'blurred'\"", _remove),
     "serve": Verb(_ServeOptions, "serve shards/photos --port 8000", _serve),

@@ -9,5 +9,5 @@ shard_plan     order, splits, and which sample goes into which shard
 shard_writer   shards of a plan: written, flushed, renamed
 shard_pool     tasks in this process, in worker processes, or on a Ray cluster
 staging        the staging folder, and how a set is put in place
-changes        samples that are appended to a finished set, or removed from it
+changes        samples that are appended to a finished set or removed, and columns that are joined
 """

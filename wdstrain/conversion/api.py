@@ -113,12 +113,11 @@ def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionRe
 
 def _folder(options: FolderOptions) -> Source:
     names = given_classes(options.classes, options.like if options.flat else _numbering(options))
-    masks = None if options.masks is None else os.fspath(options.masks)
     return list_folder(
         os.fspath(options.source),
         flat=options.flat,
         fixed=names,
-        masks=masks,
+        masks=None if options.masks is None else os.fspath(options.masks),
         mask_classes=options.mask_classes,
         ignore=options.ignore,
     )

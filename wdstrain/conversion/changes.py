@@ -1,9 +1,12 @@
-"""Changes of a finished set: samples that are appended, and `wt.remove`.
+"""Changes of a finished set: samples that are appended, `wt.remove`, and `wt.join`.
 
 An appended set keeps its keys, classes, fields and columns. Samples that do not fit them are
 refused. When samples are removed, only the shards that hold them are written again: the others of
 such a shard are copied into a shard with a new number, which takes its place in the index. Readers
 see the old set or the new one at any moment (`Staging`).
+
+Columns are joined from a table, which is read as `convert table` reads one. A Parquet file is first
+copied into a mapped Arrow file, batch by batch, so that no column enters memory as a whole.
 """
 
 from __future__ import annotations
@@ -15,16 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from wdstrain.conversion.options import RemoveOptions
+from wdstrain.conversion.listing import BadSamples
+from wdstrain.conversion.options import JoinOptions, RemoveOptions, TableOptions
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.sources.shards import ids_of_keys
+from wdstrain.conversion.sources.table_files import find_files
+from wdstrain.conversion.sources.table_read import open_parquet, read_table
 from wdstrain.conversion.staging import Staging
-from wdstrain.errors import UsageError
+from wdstrain.errors import SourceError, UsageError
 from wdstrain.order.rng import U64, bits, key
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import refuse, takes
 from wdstrain.shards.declare import class_counts, with_labels
-from wdstrain.shards.index import Index, join
+from wdstrain.shards.index import Index
+from wdstrain.shards.index import join as join_indexes
+from wdstrain.shards.joining import JoinCounts, as_cells, joined
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
@@ -33,6 +42,7 @@ from wdstrain.storage.files import disk_errors
 from wdstrain.storage.objects import is_object
 from wdstrain.storage.remote import is_remote, redacted
 
+_UNCHANGED = "Free some space. The set is unchanged."
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number
 
 # --- append ---------------------------------------------------------------------------------------
@@ -93,8 +103,8 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
         old, now = known.get(name), new.get(name)
         if old is None or now is None or not _are_alike(old, now):
             shown = [label.summary if label is not None else "missing" for label in (now, old)]
-            is_mask = any(label is not None and label.kind == "mask" for label in (now, old))
-            option = "mask_classes" if is_mask else "classes"
+            kinds = {label.kind for label in (now, old) if label is not None}
+            option = "mask_classes" if "mask" in kinds else "classes"
             raise UsageError(
                 f"the label '{name}' is {shown[0]} in the new samples and {shown[1]} in {out}. A "
                 "set keeps its labels and the numbers of its classes.",
@@ -123,22 +133,22 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
     for column in known:
         pair = column, columns[column.place]
         kinds = {c.kind for c in pair if c.kind == NOT_A_COLUMN or c.stored.null_count < len(c)}
-        if len(kinds) > 1 and kinds != {"integer", "number"}:
-            raise UsageError(
-                f"the column '{column.name}' holds values of the kind {column.kind} in the new "
-                f"samples, and {pair[1].kind} in {out}.",
-                "Give them the same kind of values.",
-            )
+        refuse(
+            len(kinds) > 1 and kinds != {"integer", "number"},
+            f"the column '{column.name}' holds values of the kind {column.kind} in the new "
+            f"samples, and {pair[1].kind} in {out}.",
+            "Give them the same kind of values.",
+        )
     by_name = {label.name: label for label in new.labels}
     labels = [
         max(label, by_name.get(label.name, label), key=lambda label: len(label.classes))
         for label in former.labels
     ]
-    joined = join([with_labels(part, labels) for part in (former, new.with_columns(known))])
+    whole = join_indexes([with_labels(part, labels) for part in (former, new.with_columns(known))])
     info = {**former.info, "appended": [*former.info.get("appended", []), entry]}
     counts = {name: info.get(name) for name in ("listed", "skipped", "renamed")}
     info |= {name: n + entry[name] for name, n in counts.items() if isinstance(n, int)}
-    return replace(joined, info=_counted(info, joined))
+    return replace(whole, info=_counted(info, whole))
 
 
 def _check_fields(former: Index, new: Index, out: str) -> None:
@@ -191,21 +201,18 @@ def remove(options: RemoveOptions) -> RemoveResult:
     """
     folder = folder_of_set(open_index(options.urls))
     with Staging(folder, change=True) as staging:
-        try:
-            index = staging.load()
-            ids = _chosen(index, options)
-            counts = index.counts
-            left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
-            if not left.any():
-                raise UsageError(
-                    f"no sample of {folder} would be left.",
-                    "Delete the folder if that is intended.",
-                )
-            if len(ids) and not options.dry_run:
-                with disk_errors(folder, "Free some space. The set is unchanged."):
-                    index = _rewrite(staging, index, ids, options)
-        finally:
-            staging.discard()
+        index = staging.load()
+        ids = _chosen(index, options)
+        counts = index.counts
+        left = counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
+        refuse(
+            not left.any(),
+            f"no sample of {folder} would be left.",
+            "Delete the folder if that is intended.",
+        )
+        if len(ids) and not options.dry_run:
+            with disk_errors(folder, _UNCHANGED):
+                index = _rewrite(staging, index, ids, options)
     rewritten, deleted = (left > 0) & (left < counts), (left == 0)
     size = sum(shard.bytes for shard in index.shards)
     return RemoveResult(
@@ -216,17 +223,17 @@ def remove(options: RemoveOptions) -> RemoveResult:
 def folder_of_set(index: Index) -> str:
     """Return the folder of these shards, on a disk or in a bucket."""
     folders = {os.path.dirname(shard.path) or "." for shard in index.shards}
-    if len(folders) != 1:
-        raise UsageError(
-            f"these shards lie in {len(folders)} folders.",
-            "Run this for each folder by itself.",
-        )
+    refuse(
+        len(folders) != 1,
+        f"these shards lie in {len(folders)} folders.",
+        "Run this for each folder by itself.",
+    )
     folder = folders.pop()
-    if is_remote(folder) and not is_object(folder):
-        raise UsageError(
-            f"{redacted(folder)}: only a set on a disk or in a bucket can be changed.",
-            "Download the set, change it, and upload it.",
-        )
+    refuse(
+        is_remote(folder) and not is_object(folder),
+        f"{redacted(folder)}: only a set on a disk or in a bucket can be changed.",
+        "Download the set, change it, and upload it.",
+    )
     return folder
 
 
@@ -264,9 +271,57 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
             copied += len(local)
             if options.progress is not None:
                 options.progress(copied, total)
-    made = replace(join(parts), labels=index.labels)
+    made = replace(join_indexes(parts), labels=index.labels)
     entry = {"count": len(ids), "where": options.where}
     info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
     made = replace(made, info=_counted(info, made))
     staging.commit(made)
     return made
+
+
+# --- join -----------------------------------------------------------------------------------------
+
+
+@takes(JoinOptions)
+def join(options: JoinOptions) -> JoinCounts:
+    """Add the columns of a table to the index of a set, or replace them, and return counts.
+
+        wt.join("shards/photos", "captions.parquet", on="key")
+
+    A row belongs to the sample whose key, or value in another unique column, it names. Samples
+    without a row have no value. Columns of texts, numbers, true and false, lists of names and lists
+    of numbers are then like those that were packed. A running loader keeps the columns that it
+    opened. Raises UsageError for keys that are doubled or all unknown, for values that no column
+    holds, for names that the samples use, and for a set that cannot be changed.
+    """
+    folder = folder_of_set(open_index(options.urls))
+    with Staging(folder, change=True) as staging, disk_errors(folder, _UNCHANGED):
+        cells = _cells(options, staging.folder("table"))
+        index, counts = joined(staging.load(), cells, options.on, staging.folder())
+        staging.commit(index)
+    return counts
+
+
+def _cells(options: JoinOptions, folder: str) -> dict[str, Any]:
+    """Return the columns of the table as Arrow arrays. folder: of temporary files."""
+    table, bad = options.table, BadSamples(collect=True)
+    if not isinstance(table, (str, os.PathLike)):
+        return as_cells(table)
+    if str(table).endswith(".parquet") and not os.path.isdir(table):
+        return _mapped(os.fspath(table), os.path.join(folder, "table.arrow"))
+    read = read_table(TableOptions(table, "", image=""), bad)
+    if bad.bad:
+        raise SourceError(bad.bad[0].sentence, "Fix or remove this row.")
+    return as_cells({name: read.column(name, written=name == options.on) for name in read.columns})
+
+
+def _mapped(path: str, place: str) -> dict[str, Any]:
+    """Return the columns of a Parquet file as views of an Arrow file at `place`."""
+    with (
+        find_files(path).reading(path),
+        open_parquet(path) as file,
+        pa.ipc.new_file(place, file.schema_arrow) as writer,
+    ):
+        for batch in file.iter_batches():
+            writer.write_batch(batch)
+    return as_cells(pa.ipc.open_file(pa.memory_map(place)).read_all())

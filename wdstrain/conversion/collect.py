@@ -15,14 +15,14 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from copy import copy
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, count, islice
+from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from isal.isal_zlib import crc32
 
 from wdstrain.conversion.encode import Pixels, encoded_pixels
@@ -34,13 +34,13 @@ from wdstrain.conversion.listing import (
     Sample,
     SampleStore,
     Source,
+    piece_of,
 )
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
 from wdstrain.errors import SampleError, StorageError
 from wdstrain.order.rng import bits
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar_headers import member_size
@@ -48,10 +48,11 @@ from wdstrain.storage.files import disk_errors
 
 _RUN = 256 << 20  # bytes of a file of the spool if the order of the source is kept
 _ADVICE = "Free some space, then run this again with {resume}."
+_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
+_SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
 _BATCH_BYTES, _BATCH = 1 << 20, 256  # bytes and samples that one task encodes
 _FEW = 4  # batches; a stream with fewer is encoded by this process
 
-U64 = npt.NDArray[np.uint64]
 Entry = Sample | BadSample
 Fetched = tuple[str, list[Part] | SampleError]
 
@@ -65,29 +66,52 @@ def text_hash(seed: int, text: str) -> int:
 # --- catalogs ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Catalog:
-    """Numbered samples, whose parts are bytes and pieces. Arrays have a value for each of them.
+    """Numbered samples, whose parts are bytes and pieces. All are added, then `finish` is called.
 
-    sizes: bytes in a shard. rank: position in a shuffle. side: hash that decides the split, equal
-    for samples of one group and for samples of equal images. split, stratum: places in `splits`
-    and `strata`. grouped: the user named groups. renamed: by number, {"key": ..., "name": ...} of a
-    sample whose key is not its name in the source. has_files: the pieces are the files of the
-    source; otherwise they lie in files of the conversion.
+    Arrays have a value for each of them. sizes: bytes in a shard, int64. rank: position in a
+    shuffle, uint64. side: hash that decides the split, uint64, equal for samples of one group and
+    for samples of equal images. split, stratum: numbers in `splits` and `strata`, int32. grouped:
+    the user named groups. renamed: by number, {"key": ..., "name": ...} of a sample whose key is
+    not its name in the source. has_files: the pieces are the files of the source; otherwise they
+    lie in files of the conversion.
     """
 
-    name: str
-    items: SampleStore
-    sizes: Ints
-    rank: U64
-    side: U64
-    split: npt.NDArray[np.int32]
-    stratum: npt.NDArray[np.int32]
-    splits: Sequence[str]
-    strata: Sequence[str]
-    grouped: bool
-    renamed: dict[int, dict[str, str]]
-    has_files: bool
+    def __init__(self, name: str, seed: int, *, has_files: bool) -> None:
+        self.name, self.has_files, self.grouped, self._seed = name, has_files, False, seed
+        self.items, self._numbers = SampleStore(), array("Q")  # five numbers of each sample
+        self.splits, self.strata = dict[str, int](), dict[str, int]()
+        self.renamed = dict[int, dict[str, str]]()
+
+    def add(self, rank: int, sample: Sample, parts: list[tuple[str, Any]]) -> None:
+        """Add a sample. rank: hash of its key. parts: bytes and pieces."""
+        key, group, size = str(sample.key), sample.group or sample.identity, 0
+        if sample.name:
+            self.renamed[len(self.items)] = {"key": key, "name": sample.name}
+        for field, part in parts:
+            size += member_size(f"{key}.{field}", part[1] if isinstance(part, tuple) else len(part))
+        side = rank if group in ("", key) else text_hash(self._seed, group)
+        split = self.splits.setdefault(sample.split, len(self.splits))
+        stratum = self.strata.setdefault(sample.stratum, len(self.strata))
+        self._numbers.extend((size, rank, side, split, stratum))
+        self.grouped = self.grouped or bool(sample.group)
+        self.items.append(Sample(key, parts, row=sample.row, name=sample.name))
+
+    def finish(self) -> Catalog:
+        """Make the arrays, and return the catalog.
+
+        The side is independent of the shuffle's rank. Without groups it also depends on the split
+        that the sample comes from. The samples of `train` were chosen by this very hash, so without
+        that a second split of them would be uneven.
+        """
+        sizes, rank, side, split, stratum = np.asarray(self._numbers).reshape(-1, 5).T
+        for name, code in self.splits.items():
+            mine = split == code
+            side[mine] = bits(side[mine], "side", "" if self.grouped else name)
+        self.sizes, self.rank, self.side = sizes.astype(np.int64), rank.copy(), side.copy()
+        self.split, self.stratum = split.astype(np.int32), stratum.astype(np.int32)
+        self._numbers = array("Q")
+        return self
 
     def keys(self, numbers: Ints) -> list[str]:
         return [str(self.items[number].key) for number in numbers.tolist()]
@@ -107,96 +131,51 @@ class Catalog:
         ]
         return blake2b(repr(rows).encode(), digest_size=16).digest()
 
-    def fetch(self, numbers: Ints) -> list[Fetched]:
-        """Return key and parts of samples, or an error; they are read as they lie on the disk.
+    def fetch(self, numbers: Ints, memory: int) -> Iterator[Fetched]:
+        """Yield key and parts of each sample in order, or its error. memory: bytes held at a time.
 
-        Raises StorageError for a damaged spool.
+        Samples are read in groups, within a group as they lie on the disk. Groups are small while
+        bytes come from the page cache, and grow up to the memory limit where a disk is slow. Raises
+        StorageError for a damaged spool.
         """
-        items = {number: self.items[number] for number in np.sort(numbers).tolist()}
-        if not self.has_files:  # each file of the spool is read forward
-            items = dict(sorted(items.items(), key=lambda item: item[1].parts[0][1][::3]))
-        fetched, parts_of = dict[int, Fetched](), _from_files if self.has_files else _from_spool
-        for number, (key, parts, *_) in items.items():
-            try:
-                fetched[number] = str(key), parts_of(parts)
-            except SampleError as error:
-                fetched[number] = str(key), error
-        return [fetched[number] for number in numbers.tolist()]
+        # Of a spool as many as fit: fewer passes over it.
+        together = min(memory, _OPTIMAL_FETCH) if self.has_files else memory
+        while len(numbers):
+            stops = np.cumsum(self.sizes[numbers])
+            count = max(1, int(np.searchsorted(stops, together, side="right")))
+            begun = perf_counter()
+            items = [(number, self.items[number]) for number in np.sort(numbers[:count]).tolist()]
+            if not self.has_files:  # each file of the spool is read forward
+                items.sort(key=lambda item: item[1].parts[0][1][::3])
+            fetched = {number: self._read(item) for number, item in items}
+            if stops[count - 1] < _SLOW * (perf_counter() - begun):
+                together = min(memory, 4 * together)
+            yield from map(fetched.__getitem__, numbers[:count].tolist())
+            numbers = numbers[count:]
+
+    def _read(self, item: Sample) -> Fetched:
+        try:
+            return str(item.key), (_from_files if self.has_files else _from_spool)(item.parts)
+        except SampleError as error:
+            return str(item.key), error
 
     def moved(self, parts: Sequence[Index], at: Ints) -> Catalog:
         """Return the samples after they were written into shards. at: their numbers before."""
-        items = SampleStore()
+        made = copy(self)
+        made.items, made.has_files = SampleStore(), False
         for part in parts:
             first, _, field, offset, size, crc = part.offsets.members
             rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
             path = part.shards[0].path
             pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
             for row, key in enumerate(part.keys(np.arange(len(part)))):
-                items.append(Sample(key, pieces[first[row] : first[row + 1]]))
-        return replace(
-            self,
-            items=items,
-            sizes=np.concatenate([part.offsets.size for part in parts]),
-            **{name: getattr(self, name)[at] for name in ("rank", "side", "split", "stratum")},
-            renamed={
-                n: self.renamed[old] for n, old in enumerate(at.tolist()) if old in self.renamed
-            },
-            has_files=False,
-        )
-
-
-class CatalogBuilder:
-    """Collects samples that are added one after another. sizes: bytes of each in a shard."""
-
-    def __init__(self, name: str, seed: int, *, has_files: bool) -> None:
-        self._name, self._seed, self._has_files, self._grouped = name, seed, has_files, False
-        self._items, self.sizes = SampleStore(), array("q")
-        self._rank, self._groups = array("Q"), array("Q")
-        self._split, self._stratum = array("i"), array("i")
-        self._splits, self._strata = dict[str, int](), dict[str, int]()  # numbers of names
-        self._renamed = dict[int, dict[str, str]]()
-
-    def add(self, rank: int, sample: Sample, parts: list[tuple[str, Any]]) -> None:
-        """Add a sample. rank: hash of its key. parts: bytes and pieces."""
-        key, group, size = str(sample.key), sample.group or sample.identity, 0
-        if sample.name:
-            self._renamed[len(self.sizes)] = {"key": key, "name": sample.name}
-        for field, part in parts:
-            size += member_size(f"{key}.{field}", part[1] if isinstance(part, tuple) else len(part))
-        self.sizes.append(size)
-        self._rank.append(rank)
-        self._groups.append(rank if group in ("", key) else text_hash(self._seed, group))
-        self._grouped = self._grouped or bool(sample.group)
-        self._split.append(self._splits.setdefault(sample.split, len(self._splits)))
-        self._stratum.append(self._strata.setdefault(sample.stratum, len(self._strata)))
-        self._items.append(Sample(key, parts, row=sample.row, name=sample.name))
-
-    def finish(self) -> Catalog:
-        """Return all samples that were added.
-
-        The side is independent of the shuffle's rank. Without groups it also depends on the split
-        that the sample comes from. The samples of `train` were chosen by this very hash, so without
-        that a second split of them would be uneven.
-        """
-        groups, split = np.array(self._groups, np.uint64), np.array(self._split, np.int32)
-        side = np.zeros(len(groups), np.uint64)
-        for name, code in self._splits.items():
-            mine = split == code
-            side[mine] = bits(groups[mine], "side", "" if self._grouped else name)
-        return Catalog(
-            name=self._name,
-            items=self._items,
-            sizes=np.array(self.sizes, np.int64),
-            rank=np.array(self._rank, np.uint64),
-            side=side,
-            split=split,
-            stratum=np.array(self._stratum, np.int32),
-            splits=tuple(self._splits),
-            strata=tuple(self._strata),
-            grouped=self._grouped,
-            renamed=self._renamed,
-            has_files=self._has_files,
-        )
+                made.items.append(Sample(key, pieces[first[row] : first[row + 1]]))
+        made.sizes = np.concatenate([part.offsets.size for part in parts])
+        for name in ("rank", "side", "split", "stratum"):
+            setattr(made, name, getattr(self, name)[at])
+        old = enumerate(at.tolist())
+        made.renamed = {n: self.renamed[number] for n, number in old if number in self.renamed}
+        return made
 
 
 def bad_sample(source: str, item: Sample, reason: str, *, has_files: bool) -> BadSample:
@@ -270,7 +249,7 @@ def collect(
     """
     files, catalog, has_files = (
         _Spool(spool, options),
-        CatalogBuilder(source.name, options.seed, has_files=source.has_files),
+        Catalog(source.name, options.seed, has_files=source.has_files),
         source.has_files,
     )
     for entry in source.samples() if has_files else _streamed(source, options, first_key):
@@ -279,29 +258,20 @@ def collect(
             continue
         rank = text_hash(options.seed, str(entry.key))
         try:
-            parts = list(map(_piece, entry.parts)) if has_files else files.put(rank, entry.parts)
+            parts = _pieces(entry.parts) if has_files else files.put(rank, entry.parts)
         except SampleError as error:
             bad.put(bad_sample(source.name, entry, str(error), has_files=True))
             continue
         catalog.add(rank, entry, parts)
         if not has_files:
-            progress(len(catalog.sizes), files.bytes)
+            progress(len(catalog.items), files.bytes)
     files.flush()
     return source.catalog if isinstance(source.catalog, Catalog) else catalog.finish()
 
 
-def _piece(part: tuple[str, Any]) -> tuple[str, Any]:
-    """Return a part with the state of its file. Raises SampleError for one that cannot be packed."""
-    field, path = part
-    if not isinstance(path, str):
-        return part
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise SampleError(f"it cannot be read ({error.strerror})") from error
-    if status.st_size == 0:
-        raise SampleError("it has 0 bytes")
-    return field, (path, status.st_size, status.st_mtime_ns)
+def _pieces(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return parts with the states of their files. Raises SampleError for one that is unusable."""
+    return [(field, piece_of(part) if isinstance(part, str) else part) for field, part in parts]
 
 
 class _Spool:
@@ -309,7 +279,7 @@ class _Spool:
 
     def __init__(self, folder: str | None, options: Options) -> None:
         self._folder, self._shuffle = folder, options.shuffle
-        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
+        self._most = int(options.memory) // 6  # bytes of all buffers
         self._buffers, self._stops = dict[str, list[bytes]](), dict[str, int]()
         self._held = self.bytes = 0
         for name in os.listdir(folder) if folder is not None else ():

@@ -36,7 +36,7 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
-from wdstrain.decode.codecs import FIRST_TRANSPOSED, decode_image, resize
+from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.shards.declare import is_mask
 from wdstrain.shards.formats import (
@@ -46,6 +46,7 @@ from wdstrain.shards.formats import (
     format_of,
     is_image,
     open_picture,
+    upright_size,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _QUALITY = 90
-_ORIENTATION = 0x0112  # tag of EXIF
 
 Size = tuple[int, int]  # width and height
 Raster = npt.NDArray[np.uint8]  # [h, w, c]
@@ -148,8 +148,7 @@ def _encoded(
 def array_field(name: str, values: npt.NDArray[Any]) -> str:
     """Return the field for the rows of an array: its name, with .npy or .txt if it has no kind."""
     name = field_name(name)
-    kind = name.rpartition(".")[2].lower()
-    if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
+    if name.rpartition(".")[2] in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
     rows = dict(values.dtype.metadata or {}).get("vlen")  # HDF5: type of rows that differ in length
     return (
@@ -381,10 +380,8 @@ def _sizes(field: str, data: bytes) -> tuple[Size, Size, int, str]:
     """
     try:
         with open_picture(data) as image:
-            stored, frames = image.size, getattr(image, "n_frames", 1)
-            is_turned = image.getexif().get(_ORIENTATION) in range(FIRST_TRANSPOSED, 9)
-            shown = ImageOps.exif_transpose(image).size if is_turned else stored
-            return stored, shown, 1 if format_of(data) is JPEG else frames, image.mode
+            frames = 1 if format_of(data) is JPEG else getattr(image, "n_frames", 1)
+            return image.size, upright_size(data), frames, image.mode
     except Exception as error:  # Pillow's plugins raise errors of any type
         decode_image(data)  # raises an error with the same words for the same damage
         raise SampleError(f"its {field} is not an image of a known format") from error

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import RANGE, class_names, number_in, rule_of, shown, whole_in
 from wdstrain.shards.resolve import open_index
@@ -60,13 +61,13 @@ def fixed_classes(
     names = check_classes(classes)
     if names:
         able = [name for name, kind in asked if kind != "number"]
-        if len(able) != 1:
-            raise UsageError(
-                f"classes needs one label of classes, but there are {len(able)}: "
-                f"{', '.join(able) or 'none'}.",
-                "Use {like} for several labels, or write LABEL:number for numbers.",
-                {"like": ...},
-            )
+        refuse(
+            len(able) != 1,
+            f"classes needs one label of classes, but there are {len(able)}: "
+            f"{', '.join(able) or 'none'}.",
+            "Use {like} for several labels, or write LABEL:number for numbers.",
+            like=...,
+        )
         return {able[0]: ColumnInfo(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
         return {}
@@ -117,14 +118,14 @@ def counted_classes(
     UsageError for these.
     """
     count = max(numbers, default=-1) + 1
-    if not stated and count > max(RANGE, _GAP * len(numbers)):
-        raise UsageError(
-            f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
-            f"counted from 0 they would make {count}, nearly all of them empty.",
-            "Number them anew, name the classes with {classes}, or store them under another name. "
-            f"For arrays, state the kind: {name}:class or {name}:number.",
-            {"classes": ...},
-        )
+    refuse(
+        not stated and count > max(RANGE, _GAP * len(numbers)),
+        f"{name} holds {len(numbers)} different whole numbers up to {count - 1}: as classes "
+        f"counted from 0 they would make {count}, nearly all of them empty.",
+        "Number them anew, name the classes with {classes}, or store them under another name. "
+        f"For arrays, state the kind: {name}:class or {name}:number.",
+        classes=...,
+    )
     return tuple(map(str, range(count)))
 
 
@@ -163,17 +164,20 @@ def decide(
     be of two kinds or is of none, SourceError for a column without a value.
     """
     cells = {code: values[code] for code in np.flatnonzero(counts).tolist()}
-    empty = [code for code, value in cells.items() if value is None or not str(value).strip()]
-    bad = dict.fromkeys(empty, f"the label column '{name}' is empty")
+    bad = {
+        code: f"the label column '{name}' is empty"
+        for code, value in cells.items()
+        if value is None or not str(value).strip()
+    }
     cells = {code: value for code, value in cells.items() if code not in bad}
     if not cells:
         raise SourceError(
             f"{place}: no row has a value in the label column '{name}'.",
             "Name another column.",
         )
-    is_named = bool(names) and not any(isinstance(value, list) for value in cells.values())
-    rule = kind or ("class" if is_named else "")
-    rule = rule or rule_of(place, name, cells.values(), counts[list(cells)].tolist())
+    if kind is None and names and not any(isinstance(value, list) for value in cells.values()):
+        kind = "class"
+    rule = kind or rule_of(place, name, cells.values(), counts[list(cells)].tolist())
     kind, read = RULES[rule]
     if kind == "flag" and given not in ((), FLAG_CLASSES):
         kind, read = RULES["class"]
@@ -191,8 +195,9 @@ def decide(
             numbered = dict(zip(map(str, count()), known, strict=False))
             if known is names or (used.isdisjoint(known) and used <= numbered.keys()):
                 by_text |= numbered
-                first = f"label {name}: its numbers count the given classes: 0 is {shown(known[0])}"
-                lines += [] if known is names else [first]
+                if known is given:
+                    zero = f"0 is {shown(known[0])}"
+                    lines.append(f"label {name}: its numbers count the given classes: {zero}")
             good = _read(good, partial(_named, by_text), bad, name)
     if not good:
         raise UsageError(

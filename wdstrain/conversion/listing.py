@@ -70,6 +70,9 @@ class SampleStore:
         self._data += marshal.dumps(tuple(sample))  # type: ignore[arg-type]
         self._stops.append(len(self._data))
 
+    def __len__(self) -> int:
+        return len(self._stops) - 1
+
     def __getitem__(self, number: int) -> Sample:
         start, stop = self._stops[number : number + 2]
         return Sample(*marshal.loads(memoryview(self._data)[start:stop]))
@@ -212,6 +215,17 @@ def image_field(name: str) -> str | None:
     """Return the field of an image file, by its extension; None if it is not that of an image."""
     extension = name.rpartition(".")[2].lower()
     return extension if "." in name and is_image(extension) else None
+
+
+def piece_of(path: str) -> Piece:
+    """Return a file to copy. Raises SampleError for one that is missing or empty."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SampleError(f"it cannot be read ({error.strerror})") from error
+    if status.st_size == 0:
+        raise SampleError("it has 0 bytes")
+    return path, status.st_size, status.st_mtime_ns
 
 
 def is_litter(name: str) -> bool:

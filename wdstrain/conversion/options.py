@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal
 
 from wdstrain.errors import UsageError
@@ -23,10 +24,12 @@ from wdstrain.runtime.options import (
     parse_pair,
     parse_pairs,
     parse_size,
+    refuse,
 )
 from wdstrain.shards.options import (
     CheckedOptions,
     ignored_number,
+    parsed,
     shard_urls,
     where_option,
 )
@@ -152,12 +155,8 @@ class Options(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("max_shard_size", 1), ("memory", 16_000_000)):
-            value = getattr(self, name)
-            try:
-                size = parse_size(value) if isinstance(value, str) else integer(name, value, least)
-            except ValueError as error:
-                raise UsageError(f"{error}.", option=name, value=value) from None
-            object.__setattr__(self, name, integer(name, size, least))
+            value = parsed(self.__dataclass_fields__[name], getattr(self, name), int)
+            object.__setattr__(self, name, integer(name, value, least))
         if self.quality is not None and self.quality > 100:
             raise UsageError("must be <= 100.", option="quality", value=self.quality)
         shares = (self.split or {"train": 1.0}).values()
@@ -170,18 +169,20 @@ class Options(CheckedOptions):
         check_splits(self.split or ())
         for name, owner, what, example in _NEEDS:
             value = getattr(self, name, None)
-            if value not in (None, (), "") and not getattr(self, owner):
-                raise UsageError(
-                    f"{{{name}}} needs {what}.", f"Add {{{owner}}}.", {name: value, owner: example}
-                )
+            refuse(
+                value not in (None, (), "") and not getattr(self, owner),
+                f"{{{name}}} needs {what}.",
+                f"Add {{{owner}}}.",
+                **{name: value, owner: example},
+            )
         for one, other in _EXCLUSIVE:
             values = getattr(self, one, None), getattr(self, other, None)
-            if all(values):
-                raise UsageError(
-                    f"{{{one}}} and {{{other}}} exclude each other.",
-                    "Give only one.",
-                    {one: values[0], other: values[1]},
-                )
+            refuse(
+                all(values),
+                f"{{{one}}} and {{{other}}} exclude each other.",
+                "Give only one.",
+                **{one: values[0], other: values[1]},
+            )
 
     @property
     def pixel_quality(self) -> int:
@@ -197,14 +198,23 @@ class Options(CheckedOptions):
         return self.num_workers or min(cores(), 1 + size // _PROCESS_BYTES)
 
 
-def check_splits(names: Iterable[str]) -> None:
-    """Raise UsageError for names of splits that cannot begin the name of a shard."""
+def check_splits(names: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Raise UsageError for names of splits that cannot begin the name of a shard.
+
+    known: names of other splits. Each must be told apart from the others by NAME-*.tar.
+    """
     for name in names:
-        if not isinstance(name, str) or not _SPLIT.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot be the name of a split, which begins a file's name.",
-                "Use letters, digits, _ and -.",
-            )
+        refuse(
+            not isinstance(name, str) or not _SPLIT.fullmatch(name),
+            f"{name!r} cannot be the name of a split, which begins a file's name.",
+            "Use letters, digits, _ and -.",
+        )
+    for name, longer in permutations((*known, *names), 2):
+        refuse(
+            longer.startswith(f"{name}-"),
+            f"the splits '{name}' and '{longer}' cannot be told apart by {name}-*.tar.",
+            "Rename one of them.",
+        )
 
 
 # --- kinds of sources -------------------------------------------------------------------------------
@@ -457,9 +467,10 @@ class RemoveOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.where is None) == (self.keys is None):
-            raise UsageError(
-                "the samples to remove are named by {where} or {keys}, not by both.",
-                "Give one of these.",
-                {"where": ..., "keys": ...},
-            )
+        refuse(
+            (self.where is None) == (self.keys is None),
+            "the samples to remove are named by {where} or {keys}, not by both.",
+            "Give one of these.",
+            where=...,
+            keys=...,
+        )

@@ -243,8 +243,14 @@ class _Run:
     def _collected(self, spool: str | None, out: str) -> Catalog:
         """Return the samples. Raises SourceError if there are none, UsageError if they do not fit."""
         first_key = next_numbered_key(self.former) if self.former is not None else 0
-        report = partial(self.report, "reading", total=self.source.total)
-        catalog = collect(self.source, spool, self.options, self.bad, report, first_key)
+        catalog = collect(
+            self.source,
+            spool,
+            self.options,
+            self.bad,
+            partial(self.report, "reading", total=self.source.total),
+            first_key,
+        )
         self.labels, self.listed = self.source.labels(), len(catalog.sizes) + len(self.bad.bad)
         self._check_any(len(catalog.sizes))
         numbers = chosen(catalog, self.options)
@@ -256,8 +262,12 @@ class _Run:
         return catalog
 
     def _plan(self, catalog: Catalog) -> list[PlannedShard]:
-        known = self.former.splits if self.former is not None else ()
-        return plan_shards(catalog, self.options, resplit=self.source.resplit, known=known)
+        return plan_shards(
+            catalog,
+            self.options,
+            resplit=self.source.resplit,
+            known=self.former.splits if self.former is not None else (),
+        )
 
     def _encoded(self, catalog: Catalog, recipe: Recipe, folder: str) -> Catalog:
         """Return the samples with re-encoded images, in the order they will be packed."""

@@ -22,7 +22,7 @@ import numpy as np
 from wdstrain.conversion.collect import Catalog
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.errors import UsageError
-from wdstrain.runtime.options import as_bytes
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import dealt
 from wdstrain.shards.tar_headers import END
@@ -54,14 +54,31 @@ def plan_shards(
     not fit the source, and for a split that gets no sample.
     """
     order = chosen(catalog, options)
-    check_options(catalog, options, resplit=resplit)
+    refuse(
+        options.split and any(catalog.splits) and not resplit,
+        "the source has its own splits already.",
+        "Leave out {split}, or convert one of its folders.",
+        split=...,
+    )
+    refuse(
+        catalog.grouped and not options.split,
+        "{group_by} needs a split.",
+        "Add {split}.",
+        group_by=...,
+        split={"train": 0.9, "val": 0.1},
+    )
+    refuse(
+        options.stratify and not any(catalog.strata),
+        "there are no classes to stratify by.",
+        "Name a label of classes, or leave out stratify.",
+    )
     if options.split:
         names, split = list(options.split), draw_splits(catalog, order, options)
     else:
         own = [name or "train" for name in catalog.splits]
         names = list(dict.fromkeys(own))
         split = np.array([names.index(name) for name in own], np.int64)[catalog.split[order]]
-    check_names(names, known)
+    check_splits(names, known)
     members = {name: order[split == number] for number, name in enumerate(names)}
     empty = [name for name, mine in members.items() if not len(mine)]
     if empty and options.split:
@@ -71,45 +88,12 @@ def plan_shards(
         )
     sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}
     counts = _shards_per_split([*sizes.values()], options.num_shards) if options.num_shards else []
-    planned, room = list[PlannedShard](), max(1, as_bytes(options.max_shard_size) - len(END))
+    planned, room = list[PlannedShard](), max(1, int(options.max_shard_size) - len(END))
     for (name, size), count in zip_longest(sizes.items(), counts):
         mine, most = members[name], options.max_shard_samples
         runs = _equal_runs(mine, size, count) if count else batches(mine, size, room, most)
         planned += [PlannedShard(f"{name}-{n:06d}.tar", name, run) for n, run in enumerate(runs)]
     return planned
-
-
-def check_options(catalog: Catalog, options: Options, *, resplit: bool = False) -> None:
-    """Raise UsageError for options of splits that do not fit the samples."""
-    if options.split and any(catalog.splits) and not resplit:
-        raise UsageError(
-            "the source has its own splits already.",
-            "Leave out {split}, or convert one of its folders.",
-            {"split": ...},
-        )
-    if catalog.grouped and not options.split:
-        raise UsageError(
-            "{group_by} needs a split.",
-            "Add {split}.",
-            {"group_by": ..., "split": {"train": 0.9, "val": 0.1}},
-        )
-    if options.stratify and not any(catalog.strata):
-        raise UsageError(
-            "there are no classes to stratify by.",
-            "Name a label of classes, or leave out stratify.",
-        )
-
-
-def check_names(names: Sequence[str], known: Sequence[str] = ()) -> None:
-    """Raise UsageError for splits that cannot name shards, or are not told apart by NAME-*.tar."""
-    check_splits(names)
-    for name in [*known, *names]:
-        longer = [other for other in (*known, *names) if other.startswith(f"{name}-")]
-        if longer:
-            raise UsageError(
-                f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar.",
-                "Rename one of them.",
-            )
 
 
 def _shards_per_split(sizes: Sequence[Ints], count: int) -> list[int]:
@@ -164,7 +148,7 @@ def draw_splits(catalog: Catalog, order: Ints, options: Options) -> Ints:
         at = catalog.side[order] / 2.0**64
         return np.asarray(np.searchsorted(np.cumsum(shares)[:-1], at, side="right"), np.int64)
     # by class, in the order of their names, then by hash
-    names = np.unique(catalog.strata, return_inverse=True)[1]
+    names = np.unique(list(catalog.strata), return_inverse=True)[1]
     sides = np.lexsort((catalog.side[order], names[catalog.stratum[order]]))
     split = np.empty(len(order), np.int64)
     split[sides] = dealt(len(order), [share / sum(shares) for share in shares])

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.collect import Catalog, Fetched, bad_sample
+from wdstrain.conversion.collect import Catalog, bad_sample
 from wdstrain.conversion.encode import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Part
 from wdstrain.conversion.options import Options
@@ -30,20 +28,16 @@ from wdstrain.conversion.shard_plan import PlannedShard
 from wdstrain.conversion.shard_pool import run
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.runtime.options import as_bytes
 from wdstrain.shards.columns import ColumnBuilder
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.offsets import Ints, Offsets, Row
 from wdstrain.shards.tar_headers import BLOCK, END, header
-from wdstrain.storage.files import disk_errors, publish, sync, write_whole
+from wdstrain.storage.files import disk_errors, put_whole, sync, write_whole
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
-_OPTIMAL_FETCH = 512 << 10  # bytes that stay in the processor's cache until they are written
-_SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
-_TEMPORARY = ".tmp"  # ending of a file that is being written
 _PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
 _FULL = "Free some space or choose another folder, then continue with {resume}."
 
@@ -63,17 +57,13 @@ def write_samples(
 
     Raises StorageError with this advice for a full disk.
     """
-    # A unique name: on a cluster, a node that was given up may still write the same shard.
-    temporary = f"{path}.{uuid.uuid4().hex[:12]}{_TEMPORARY}"
     rows, columns, digest = list[Row](), ColumnBuilder(own_names=True), hashlib.sha256()
-    with disk_errors(path, advice):
-        with ThreadPoolExecutor(1) as hasher, open(temporary, "wb") as file:
-            hashed = hasher.submit(digest.update, b"")
-            for chunk in _chunks(samples, rows, columns):
-                hashed.result()  # the thread is at most one chunk behind
-                hashed = hasher.submit(digest.update, chunk)
-                file.write(chunk)
-        publish(temporary, path)
+    with put_whole(path, advice) as file, ThreadPoolExecutor(1) as hasher:
+        hashed = hasher.submit(digest.update, b"")
+        for chunk in _chunks(samples, rows, columns):
+            hashed.result()  # the thread is at most one chunk behind
+            hashed = hasher.submit(digest.update, chunk)
+            file.write(chunk)
     offsets, end = Offsets.of_samples(rows, columns.finish()), rows[-1][2] if rows else 0
     return Index((Shard(path, len(rows), end + len(END), split, digest.hexdigest()),), offsets)
 
@@ -132,7 +122,7 @@ def write_shards(
         catalog,
         recipe,
         collect=bad.collect,
-        memory=max(1 << 20, as_bytes(options.memory) // (8 * jobs)),
+        memory=max(1 << 20, int(options.memory) // (8 * jobs)),
         resume=options.resume,
     )
     try:
@@ -144,7 +134,7 @@ def write_shards(
                 yield packed
     finally:
         for name in os.listdir(folder):  # of a worker that was killed
-            if name.endswith(_TEMPORARY):
+            if name.endswith(".tmp"):
                 os.unlink(os.path.join(folder, name))
 
 
@@ -171,7 +161,7 @@ def _write_shard(
         return part
 
     def good() -> Iterator[tuple[str, list[Part]]]:
-        for place, (key, parts) in enumerate(_fetched(shard.numbers, catalog, memory)):
+        for place, (key, parts) in enumerate(catalog.fetch(shard.numbers, memory)):
             try:
                 if isinstance(parts, SampleError):
                     raise parts
@@ -204,22 +194,3 @@ def _kept(path: str, shard: PlannedShard, mark: str) -> Packed | None:
             numbers = shard.numbers[np.array(extra["places"], np.int64)]
             return Packed(index, numbers, [BadSample(*row) for row in extra["bad"]], is_kept=True)
     return None  # it is written again
-
-
-def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[Fetched]:
-    """Yield key and parts of each sample, in order, or its error.
-
-    Samples are fetched in groups, within a group as they lie on the disk. Groups are small while
-    bytes come from the page cache, and grow up to the memory limit where a disk is slow.
-    """
-    # Of a spool as many as fit: fewer passes over it.
-    together = min(memory, _OPTIMAL_FETCH) if catalog.has_files else memory
-    while len(numbers):
-        stops = np.cumsum(catalog.sizes[numbers])
-        count = max(1, int(np.searchsorted(stops, together, side="right")))
-        begun = perf_counter()
-        fetched = catalog.fetch(numbers[:count])
-        if stops[count - 1] < _SLOW * (perf_counter() - begun):
-            together = min(memory, 4 * together)
-        yield from fetched
-        numbers = numbers[count:]

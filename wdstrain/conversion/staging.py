@@ -31,6 +31,7 @@ from itertools import count
 from typing import Any
 
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import (
     TABLE_NAME,
@@ -74,9 +75,8 @@ class Folder:
 
     def names(self) -> set[str]:
         """Return the names of all files."""
-        with suppress(FileNotFoundError):
-            return set(os.listdir(self.place)) - {UNFINISHED}
-        return set()
+        names = os.listdir(self.place) if os.path.exists(self.place) else ()
+        return set(names) - {UNFINISHED}
 
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if it does not exist."""
@@ -128,8 +128,8 @@ class Bucket:
 class Staging(AbstractContextManager["Staging"]):
     """The staging folder of a set, locked by this process: `with Staging(out) as staging`.
 
-    At the end of the block it is left for `resume`, or removed if nothing was written. target: the
-    place of the set. shown: its address. is_complete: `resume` has nothing to do, because there is
+    At the end of the block it is left for `resume` and for a change that is decided, else removed.
+    target: the place of the set. shown: its address. is_complete: `resume` has nothing to do, because there is
     a finished conversion.
     """
 
@@ -177,7 +177,7 @@ class Staging(AbstractContextManager["Staging"]):
         if self._lock >= 0:
             with suppress(OSError):
                 files = {name for _, _, names in os.walk(self.path) for name in names}
-                if files <= {LOCK_NAME, _CALL}:
+                if files <= {LOCK_NAME, _CALL} or files.isdisjoint((_CALL, _COMMIT)):
                     self._clear()
                 os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
             os.close(self._lock)
@@ -268,12 +268,12 @@ class Staging(AbstractContextManager["Staging"]):
         listed = {shard.name for shard in self._former.shards}
         for name in sorted(self._names - listed):
             split = name.rpartition("-")[0]
-            if name.endswith(".tar") and split in splits:
-                raise UsageError(
-                    f"{self.shown} holds {name}, which no index lists and which would be taken "
-                    f"for a shard of the new split '{split}'.",
-                    "Move such files away, or choose another folder.",
-                )
+            refuse(
+                name.endswith(".tar") and split in splits,
+                f"{self.shown} holds {name}, which no index lists and which would be taken "
+                f"for a shard of the new split '{split}'.",
+                "Move such files away, or choose another folder.",
+            )
 
     def load(self) -> Index:
         """Return the index of the set, with the addresses of its shards."""
@@ -295,18 +295,21 @@ class Staging(AbstractContextManager["Staging"]):
 
     def compare(self, before: dict[str, Any], call: dict[str, Any], state: str) -> None:
         """Raise UsageError with the arguments in which a call differs from that of a conversion."""
-        differing = []
-        for part, values in json.loads(json.dumps(call)).items():
-            former = before.get(part, {})
-            for name in dict.fromkeys([*former, *values]):
-                if former.get(name) != values.get(name) and name not in FROM_FILES:
-                    differing.append(f"{name} was {former.get(name)!r}, is {values.get(name)!r}")
-        if differing:
-            raise UsageError(
-                f"{self.shown} holds {state} conversion of another source or with other options: "
-                f"{'; '.join(differing)}.",
-                "Choose another folder, or replace it with {overwrite}.",
-            )
+        was, now = (
+            {(part, name): value for part in call for name, value in one.get(part, {}).items()}
+            for one in (before, json.loads(json.dumps(call)))
+        )
+        differing = [
+            f"{place[1]} was {was.get(place)!r}, is {now.get(place)!r}"
+            for place in was | now
+            if was.get(place) != now.get(place) and place[1] not in FROM_FILES
+        ]
+        refuse(
+            differing,
+            f"{self.shown} holds {state} conversion of another source or with other options: "
+            f"{'; '.join(differing)}.",
+            "Choose another folder, or replace it with {overwrite}.",
+        )
 
     def folder(self, name: str = _SHARDS) -> str:
         """Return a folder in the staging folder, created if it is missing."""
@@ -330,12 +333,11 @@ class Staging(AbstractContextManager["Staging"]):
         name = f"{split}-{next(self._numbers[split]):06d}.tar"
         named = replace(shard, path=os.path.join(self.shown, name))
         self._files[name] = shard.name
-        if not os.path.exists(shard.path) and self._sent.get(name) != shard.sha256:
-            raise UsageError(
-                f"{shard.path} is gone, or was uploaded under another name, as samples were "
-                "skipped.",
-                "Start anew with {overwrite}.",
-            )
+        refuse(
+            not os.path.exists(shard.path) and self._sent.get(name) != shard.sha256,
+            f"{shard.path} is gone, or was uploaded under another name, as samples were skipped.",
+            "Start anew with {overwrite}.",
+        )
         if self.is_bucket and not self._index and os.path.exists(shard.path):
             # Noted before the upload: after a kill, `_clear` still deletes the object.
             sent = self._sent | {name: shard.sha256}
@@ -383,40 +385,31 @@ class Staging(AbstractContextManager["Staging"]):
         last. Raises UsageError if another program changed the set meanwhile.
         """
         paths = {name: os.path.join(self.path, _SHARDS, file) for name, file in files.items()}
-        is_resumable = os.path.exists(os.path.join(self.path, _CALL))
-        again = " with {resume}" if is_resumable else ""
+        again = " with {resume}" if os.path.exists(os.path.join(self.path, _CALL)) else ""
         with disk_errors(self.target.place, f"Free some space, then run this again{again}."):
             if os.path.exists(paths[INDEX_NAME]):
-                self._check_unchanged(paths[INDEX_NAME], before, may_be_gone=replaces)
+                now, staged = self.target.read(INDEX_NAME), read_whole(paths[INDEX_NAME])
+                known = before, _digest(staged or b"")
+                refuse(
+                    _digest(now or b"") not in known and not (replaces and now is None),
+                    f"{self.shown} was changed by another program since this change of it began.",
+                    f"Delete {self.path} and run this again without {{resume}}.",
+                )
                 if replaces:
                     # The old index goes first, so no old shard is ever read under the new index.
                     # Then go the shards that the new one does not list: none lies beside it at any
                     # moment.
                     self.target.delete([INDEX_NAME])
                     self.target.delete(gone)
-                self._put(paths)
+                size = 0
+                for number, (name, path) in enumerate(paths.items(), 1):
+                    if os.path.exists(path):  # else a killed command put it
+                        size += os.path.getsize(path)
+                        self.target.put(path, name)
+                    if self._uploaded is not None:
+                        self._uploaded(number, size, len(paths))
             self.target.delete([] if replaces else gone)
             self._clear(kept=files)
-
-    def _check_unchanged(self, path: str, before: str, *, may_be_gone: bool) -> None:
-        """Raise UsageError unless the index of the set is the one before, or the staged one."""
-        now = self.target.read(INDEX_NAME)
-        known = before, _digest(read_whole(path) or b"")
-        if _digest(now or b"") not in known and not (may_be_gone and now is None):
-            raise UsageError(
-                f"{self.shown} was changed by another program since this change of it began.",
-                f"Delete {self.path} and run this again without {{resume}}.",
-            )
-
-    def _put(self, paths: dict[str, str]) -> None:
-        """Put the staged files into the set that are not there yet."""
-        size = 0
-        for number, (name, path) in enumerate(paths.items(), 1):
-            if os.path.exists(path):  # else a killed command put it
-                size += os.path.getsize(path)
-                self.target.put(path, name)
-            if self._uploaded is not None:
-                self._uploaded(number, size, len(paths))
 
     def discard(self) -> None:
         """Remove all files, unless a change is decided: the next command completes it."""

@@ -175,8 +175,11 @@ class Info(Result):
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        labels = [label.row for label in self.labels]
-        return {**super().as_dict(), "labels": labels, "ok": self.ok}
+        return {
+            **super().as_dict(),
+            "labels": [label.row for label in self.labels],
+            "ok": self.ok,
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""

@@ -205,5 +205,6 @@ class PlanOptions(CheckedOptions):
         if not (is_number(self.rate) and self.rate > 0):
             raise UsageError("must be > 0.", option="rate", value=self.rate)
         if self.price is not None and len(self.price) != 2:
-            rule = "must be two numbers, such as 0.09,0.0004."
-            raise UsageError(rule, option="price", value=self.price)
+            raise UsageError(
+                "must be two numbers, such as 0.09,0.0004.", option="price", value=self.price
+            )

@@ -76,23 +76,20 @@ def repair(options: RepairOptions) -> Repair:
     result.notes = [fault.sentence for fault in faults]
     _check(result.out, list(todo))
     with Staging(result.out, overwrite=options.overwrite) as stage:
-        try:
-            folder = stage.folder()
-            rescued, _ = each_shard(todo, recover, "repairing", options.progress)
-            made = [
-                _saved(expected, found, folder, result)
-                for expected, found in zip(todo.values(), rescued, strict=True)
-            ]
-            parts = [index for index in made if len(index)]
-            if not parts:
-                first = f" The first: {result.findings[0]}" if result.findings else ""
-                raise ShardError(
-                    f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
-                )
-            index = _with_what_was_known(join(parts), list(todo.values()), result)
-            stage.commit(index, [shard.name for shard in index.shards])
-        finally:
-            stage.discard()
+        folder = stage.folder()
+        rescued, _ = each_shard(todo, recover, "repairing", options.progress)
+        made = [
+            _saved(expected, found, folder, result)
+            for expected, found in zip(todo.values(), rescued, strict=True)
+        ]
+        parts = [index for index in made if len(index)]
+        if not parts:
+            first = f" The first: {result.findings[0]}" if result.findings else ""
+            raise ShardError(
+                f"none of {counted(len(todo), 'shard')} holds an intact sample.{first}"
+            )
+        index = _with_what_was_known(join(parts), list(todo.values()), result)
+        stage.commit(index, [shard.name for shard in index.shards])
     result.shards, result.samples = len(index.shards), len(index)
     result.bytes = sum(shard.bytes for shard in index.shards)
     return result
@@ -126,11 +123,13 @@ def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> I
     named = len({finding.key for finding in check.findings} - {""})
     lost = max(named, listed.samples - len(written))
     if lost > named:
-        held = counted(listed.samples, "sample")
-        reason = f"held {held}, of which {lost - named} are lost without a trace"
+        reason = (
+            f"held {counted(listed.samples, 'sample')}, of which {lost - named} are lost without a "
+            "trace"
+        )
         check.findings.append(Finding(listed.shown, "", "", 0, reason))
     result.lost += lost
-    result.findings += limited(check.findings)
+    result.findings += limited(check.findings, len(check.findings), "finding")
     return written
 
 
@@ -140,8 +139,9 @@ def _writable(check: ShardCheck) -> Iterator[tuple[str, list[Part]]]:
     for number, values in intact.read(np.arange(len(intact))):
         key, start = intact.key(number), int(intact.offsets.start[number])
         if "\0" in "".join((key, *values)):
-            reason = "a NUL character is in its name"
-            check.findings.append(Finding(intact.shards[0].shown, key, "", start, reason))
+            check.findings.append(
+                Finding(intact.shards[0].shown, key, "", start, "a NUL character is in its name")
+            )
         else:
             yield key, list(values.items())
 
@@ -178,10 +178,11 @@ def recover(scan: ShardScan, expected: Index) -> ShardCheck:
     if is_changed and expected.offsets.has_checksums:
         taken, lost = as_packed(scan, found, expected)
         if strange := without(found, expected):  # the shard was replaced
-            count = counted(len(strange), "sample")
-            others = f"holds {count} that its index does not list, the first '{strange[0][0]}'"
             lost.append(
-                scan.finding(f"{others}; they are not copied. Run: wdstrain index on it first")
+                scan.finding(
+                    f"holds {counted(len(strange), 'sample')} that its index does not list, the "
+                    f"first '{strange[0][0]}'; they are not copied. Run: wdstrain index on it first"
+                )
             )
     else:
         taken, lost = _by_headers(scan, found)
@@ -201,8 +202,9 @@ def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
     for (key, members), start in zip(rows, found.offsets.start.tolist(), strict=True):
         earlier = taken.get(key, [])
         if key in doubled or {name for name, *_ in members} & {name for name, *_ in earlier}:
-            reason = "a member of this key and name came before"
-            lost.append(scan.finding(reason, key, offset=start))
+            lost.append(
+                scan.finding("a member of this key and name came before", key, offset=start)
+            )
         else:
             taken[key] = [*earlier, *members]
     usual = Counter(map(_kinds, taken.values())).most_common(1)
@@ -233,6 +235,7 @@ def _fault_near_damage(
     for name, offset, size, _ in members:
         data = scan.source.bytes_at(offset, size)
         if any(is_header(data[at : at + BLOCK]) for at in range(0, size, BLOCK)):
-            reason = "the next sample begins within it: bytes before that are missing"
-            return scan.finding(reason, key, name, offset)
+            return scan.finding(
+                "the next sample begins within it: bytes before that are missing", key, name, offset
+            )
     return None

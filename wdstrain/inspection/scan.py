@@ -13,10 +13,10 @@ import os
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
@@ -114,8 +114,14 @@ class ShardScan(Window):
                 crc = self._checksum(member) if value is None else crc32(value)
                 stop = min(self.size, member.stop)  # a cut may take padding alone
                 if name in members:
-                    reason = "it is the second member of this name. Pack the shard again"
-                    self.faults.append(self.finding(reason, key, name, offset))
+                    self.faults.append(
+                        self.finding(
+                            "it is the second member of this name. Pack the shard again",
+                            key,
+                            name,
+                            offset,
+                        )
+                    )
                     continue
                 start = start if members else member.start
                 members[name] = (name, offset, size, crc)
@@ -246,8 +252,9 @@ def as_packed(
             if actual == crc:
                 members.append((name, place, size, crc))
             else:
-                reason = "the bytes are not those that were packed"
-                lost.append(scan.finding(reason, key, name, offset))
+                lost.append(
+                    scan.finding("the bytes are not those that were packed", key, name, offset)
+                )
         if len(members) == len(wanted):
             intact[key] = members
     return intact, lost
@@ -255,8 +262,10 @@ def as_packed(
 
 def missing(scan: ShardScan, found: Index, expected: Index) -> list[Finding]:
     """Return a finding for each sample of an index that a shard does not have."""
-    reason = "it is not there, as the index says"
-    return [scan.finding(reason, key, offset=start) for key, start in without(expected, found)]
+    return [
+        scan.finding("it is not there, as the index says", key, offset=start)
+        for key, start in without(expected, found)
+    ]
 
 
 def without(index: Index, other: Index) -> list[tuple[str, int]]:
@@ -288,11 +297,13 @@ def finding_of(shown: str, error: WdstrainError) -> Finding:
     return Finding(shown, "", "", 0, f"cannot be checked: {text.removeprefix(f'{shown}: ')}")
 
 
-def limited(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of a shard; of very many the first, and how many more there are."""
-    more = f"has {counted(len(findings) - MOST, 'more finding')} than the {MOST} that are listed"
-    rest = [Finding(one.shard, "", "", 0, more) for one in findings[MOST : MOST + 1]]
-    return [*findings[:MOST], *rest]
+def limited(findings: Iterable[Finding], count: int, what: str) -> Iterator[Finding]:
+    """Yield findings; of very many the first, and how many more of this name there are."""
+    listed = iter(findings)
+    yield from islice(listed, MOST)
+    for one in islice(listed, 1):
+        more = f"holds the first of {counted(count - MOST, f'more {what}')}: {one.reason}"
+        yield Finding(one.shard, "", "", 0, more)
 
 
 def field_kind(field: str) -> str:
@@ -320,8 +331,9 @@ def shards_at(urls: Urls) -> tuple[dict[str, Index], list[Finding]]:
             tars = [] if is_remote(path) else tars_of(os.path.dirname(path))
         for tar in tars:
             if listed is not None and name_of(tar) not in listed.shard_numbers:
-                reason = "lies beside the index, which does not list it"
-                findings[tar] = Finding(shown_path(tar), "", "", 0, reason)
+                findings[tar] = Finding(
+                    shown_path(tar), "", "", 0, "lies beside the index, which does not list it"
+                )
     return shards, list(findings.values())
 
 

@@ -75,8 +75,13 @@ class Peek(list[SampleView]):
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pixels as JSON-able values."""
-        counts = {"shown": len(self), "broken": len(self.bad), "notes": [*self.notes]}
-        return {"title": self.title, **counts, "samples": [view.as_dict() for view in self]}
+        return {
+            "title": self.title,
+            "shown": len(self),
+            "broken": len(self.bad),
+            "notes": [*self.notes],
+            "samples": [view.as_dict() for view in self],
+        }
 
     def __repr__(self) -> str:
         """Return a row for each sample: its key, which is complete, and what fits of its texts."""
@@ -206,8 +211,9 @@ def _by_class(
     known = labels[0].classes or sorted(held, key=lambda name: (len(name), name))
     for name in wanted.classes:
         if name not in known:
-            problem = f"the label {labels[0].name!r} has no class {name!r}."
-            raise UsageError(problem, _choices(name, known))
+            raise UsageError(
+                f"the label {labels[0].name!r} has no class {name!r}.", _choices(name, known)
+            )
     draws = bits(ids, "look", wanted.seed)
     order = np.lexsort((draws, codes))
     ids, codes, draws = ids[order], codes[order], draws[order]

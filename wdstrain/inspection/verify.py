@@ -24,7 +24,6 @@ from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.result import Result, Size, rows_of
 from wdstrain.inspection.scan import (
-    MOST,
     ShardCheck,
     ShardScan,
     as_packed,
@@ -119,8 +118,10 @@ def verify(options: VerifyOptions) -> Verification:
         ignored=dict(sum((check.ignored for check in checks), Counter[str]())),
     )
     if result.unindexed:
-        part = f"{result.unindexed} of {counted(result.shards, 'shard')} have no checksums"
-        result.notes.append(f"{part}: only their structure was checked")
+        result.notes.append(
+            f"{result.unindexed} of {counted(result.shards, 'shard')} have no checksums: only "
+            "their structure was checked"
+        )
     labels = {
         label.field for index in shards.values() for label in index.labels if not label.is_joined
     }
@@ -136,6 +137,7 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
     check, labels, faults = ShardCheck([]), expected.labels, scan.faults
     columns = ColumnBuilder([column.place for column in expected.columns])
+    needed = {"cls", *(label.field for label in labels)}
 
     def wants(name: str, size: int) -> bool:
         is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
@@ -150,7 +152,7 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
         check.hashes.extend((hash((key, images, *contents)), hash(images) if images else 0))
         for name, offset, size, _ in members.values():
             reason = ""
-            if not size and _is_needed(name, labels):
+            if not size and (name in needed or is_image(name)):
                 reason = "it has 0 bytes"
             elif decode and name in values:
                 reason = _decode_error(name, values[name], labels)
@@ -165,13 +167,9 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
         faults.insert(0, scan.finding(reason))
     check.is_unindexed = not (expected.shards[0].sha256 or expected.offsets.has_checksums)
     changes = _changes(scan, check, expected, columns.finish())
-    check.findings = limited([*scan.damages, *faults, *changes])
+    found = [*scan.damages, *faults, *changes]
+    check.findings = [*limited(found, len(found), "finding")]
     return check
-
-
-def _is_needed(field: str, labels: Sequence[ColumnInfo]) -> bool:
-    """Return whether a field must not be empty: images and labels."""
-    return field == "cls" or is_image(field) or any(label.field == field for label in labels)
 
 
 def _changes(
@@ -186,8 +184,10 @@ def _changes(
         yield scan.finding(f"has {scan.size} bytes, its index says {listed.bytes}")
     differing = check.found.offsets.differences(expected.offsets) if len(expected) else []
     if differing and not scan.damages:
-        others = f"holds other samples than its index says ({', '.join(differing)})"
-        yield scan.finding(f"{others}. Run: wdstrain index on it")
+        yield scan.finding(
+            f"holds other samples than its index says ({', '.join(differing)}). Run: wdstrain "
+            "index on it"
+        )
         return
     if listed.sha256 != scan.sha256 and expected.offsets.has_checksums:
         _, lost = as_packed(scan, check.found, expected)
@@ -291,14 +291,13 @@ def _compare_samples(
 
 
 def _findings(index: Index, ids: Ints, reasons: Iterator[str]) -> Iterator[Finding]:
-    """Yield the findings of samples; of very many the first, and how many more there are."""
+    """Return the findings of samples; of very many the first, and how many more there are."""
     start = index.offsets.start
-    for number, reason in zip(ids[:MOST].tolist(), reasons, strict=False):
-        shard = index.shard_with(number).shown
-        yield Finding(shard, index.key(number), "", int(start[number]), reason)
-    if len(ids) > MOST:
-        more = f"holds the first of {counted(len(ids) - MOST, 'more sample')}: {next(reasons)}"
-        yield Finding(index.shard_with(int(ids[MOST])).shown, "", "", 0, more)
+    found = (
+        Finding(index.shard_with(n).shown, index.key(n), "", int(start[n]), reason)
+        for n, reason in zip(ids.tolist(), reasons, strict=False)
+    )
+    return limited(found, len(ids), "sample")
 
 
 def _pairs(codes: Ints, places: Ints) -> Ints:

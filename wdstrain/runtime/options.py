@@ -53,6 +53,12 @@ _UNITS = {
 }
 
 
+def refuse(exists: object, problem: str, hint: str = "", /, **options: Any) -> None:
+    """Raise UsageError for a problem that exists. options: those that it and the hint name."""
+    if exists:
+        raise UsageError(problem, hint, options)
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """Return an argument as a Python int.
 
@@ -238,9 +244,8 @@ def fits(value: object, hint: Any) -> bool:
         return all(fits(key, name) and fits(item, own) for key, item in value.items())
     if kind is typing.Literal:
         return value in typing.get_args(hint)
-    if kind is Any or not isinstance(kind, type):
-        return True
-    return isinstance(value, _NUMBERS.get(kind, kind))
+    is_unknown = kind is Any or not isinstance(kind, type)
+    return is_unknown or isinstance(value, _NUMBERS.get(kind, kind))
 
 
 def parse_list(text: str) -> list[str]:
@@ -273,11 +278,6 @@ def parse_size(text: str) -> int:
         return int(float(number) * _UNITS[text.strip().upper()[len(number) :].strip()])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is not a size; write for example 256MB") from None
-
-
-def as_bytes(size: int | str) -> int:
-    """Return a size that may be written as text, in bytes. Raises ValueError if it is not a size."""
-    return parse_size(size) if isinstance(size, str) else size
 
 
 def format_size(size: float) -> str:
@@ -313,6 +313,5 @@ def _setting(
         value = parse(text) if text else default
     except ValueError:
         value = math.nan
-    if not limits[0] <= value <= limits[1]:
-        raise UsageError(f"{name}={text!r}: must be {rule}.")
+    refuse(not limits[0] <= value <= limits[1], f"{name}={text!r}: must be {rule}.")
     return value

@@ -1,6 +1,6 @@
 """New columns for an index, from a table whose rows are found by a key.
 
-`joined` takes columns of Arrow; `Index.join` and `wdstrain.conversion.join` call it. Texts and lists
+`joined` takes columns of Arrow; `Index.join` and `wt.join` call it. Texts and lists
 may be larger than memory: with a folder, they are copied block by block into a file there.
 """
 

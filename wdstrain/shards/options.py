@@ -84,7 +84,7 @@ class CheckedOptions:
         hints = types_of(type(self))
         for field in fields(self):
             name, hint = field.name, hints[field.name]
-            value = _parsed(field, getattr(self, name), hint)
+            value = parsed(field, getattr(self, name), hint)
             if value is None and field.default in (None, ()):
                 value = field.default
             elif hint is int or "least" in field.metadata:
@@ -96,7 +96,7 @@ class CheckedOptions:
             object.__setattr__(self, name, value)
 
 
-def _parsed(field: Field[Any], value: Any, hint: Any) -> Any:
+def parsed(field: Field[Any], value: Any, hint: Any) -> Any:
     """Return the value of an option that may be given as the text of its flag. Raises UsageError."""
     parse = field.metadata.get("parse")
     if parse is None or not isinstance(value, str) or fits(value, hint):

@@ -21,6 +21,7 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter
 from wdstrain.runtime.options import REQUIRED, help_text, option
+from wdstrain.runtime.options import refuse as refuse
 from wdstrain.training.options import LIMITS, RunOptions
 
 if TYPE_CHECKING:
@@ -368,12 +369,6 @@ def _name(value: Any) -> str:
         module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
     )
     return f"{module}:{name}" if is_importable else f"<{name.rpartition('.')[2].strip('<>')}>"
-
-
-def refuse(exists: object, problem: str, hint: str = "", /, **options: Any) -> None:
-    """Raise UsageError for a problem that exists. options: those that it and the hint name."""
-    if exists:
-        raise UsageError(problem, hint, options)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from wdstrain.conversion.listing import Source, check_there
 from wdstrain.conversion.options import ArraysOptions, Hdf5Options, RowOptions
 from wdstrain.conversion.sources.iterable import stream
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.runtime.options import as_list
+from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import FEW, rule_of
 
@@ -92,10 +92,12 @@ def stream_hdf5(options: Hdf5Options) -> Source:
         "labels": as_list(options.label),
         "key": options.key,
     }
-    packed = {name: ", ".join(one.meaning) for name, one in data_sets.items() if one.meaning}
-    if packed:
-        lines = [f"{n}: stored numbers are packed, without {some}" for n, some in packed.items()]
-        about["decided"] = lines
+    decided = [
+        f"{name}: stored numbers are packed, without {', '.join(one.meaning)}"
+        for name, one in data_sets.items()
+        if one.meaning
+    ]
+    about |= {"decided": decided} if decided else {}
     return _stream_rows(file, data_sets, about, options, keys)
 
 
@@ -150,12 +152,12 @@ def _stream_rows(
 
 def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
     """Return the number of rows. Raises UsageError if the arrays differ in it."""
-    if not arrays:
-        raise UsageError(
-            "no array was named.",
-            "Give for example {arrays}.",
-            {"arrays": {"image": "images.npy"}},
-        )
+    refuse(
+        not arrays,
+        "no array was named.",
+        "Give for example {arrays}.",
+        arrays={"image": "images.npy"},
+    )
     lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
     if -1 in lengths or len(lengths) > 1:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -174,11 +176,11 @@ def _field_names(title: str, arrays: Mapping[str, Rows]) -> dict[str, str]:
             f"{error}.",
             "Choose another name.",
         ) from None
-    if len(set(fields.values())) < len(fields):
-        raise UsageError(
-            f"{title}: two fields would have the same name: {', '.join(fields.values())}.",
-            "Rename one.",
-        )
+    refuse(
+        len(set(fields.values())) < len(fields),
+        f"{title}: two fields would have the same name: {', '.join(fields.values())}.",
+        "Rename one.",
+    )
     return fields
 
 
@@ -263,18 +265,18 @@ def _label(
     before, _, kind = asked.rpartition(":")
     is_stated = kind in ("class", "number") and before in arrays
     name = before if is_stated else asked
-    if name not in fields:
-        raise UsageError(
-            f"the label '{name}' is not a field.",
-            f"Use one of: {', '.join(fields)}.",
-        )
+    refuse(
+        name not in fields,
+        f"the label '{name}' is not a field.",
+        f"Use one of: {', '.join(fields)}.",
+    )
     array = arrays[name]
     type_ = np.dtype(array.dtype).kind
-    if len(array.shape) != 1 or type_ not in "biuf":
-        raise UsageError(
-            f"the label '{name}' is an array of {array.dtype} {list(array.shape)}. A "
-            "label must be one number per row."
-        )
+    refuse(
+        len(array.shape) != 1 or type_ not in "biuf",
+        f"the label '{name}' is an array of {array.dtype} {list(array.shape)}. A "
+        "label must be one number per row.",
+    )
     rows = np.asanyarray(array[slice(0, array.shape[0])])
     values = np.ma.masked_invalid(rows, copy=False)
     if not is_stated:
@@ -312,8 +314,9 @@ def _open(name: str, array: Any) -> Rows:
         try:
             return np.asanyarray(array)
         except Exception as error:  # the methods of an array may raise anything
-            kind = type(array).__name__
-            raise UsageError(f"{name}: {kind} cannot be read as an array: {error}.") from None
+            raise UsageError(
+                f"{name}: {type(array).__name__} cannot be read as an array: {error}."
+            ) from None
     path, _, member = os.fspath(array).partition(".npz:")
     path += ".npz" * bool(member)
     check_there(path, f"{name}={os.fspath(array)}")

@@ -16,6 +16,7 @@ from wdstrain.conversion.labels import stated_classes
 from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_there, image_field, walk
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.declare import mask_label
 from wdstrain.shards.formats import EXTENSIONS, JPEG
 from wdstrain.shards.kinds import ColumnInfo
@@ -41,22 +42,27 @@ def list_folder(
     and for masks of several formats whose classes are named.
     """
     check_there(source, kind="folder")
-    if fixed and flat:
-        raise UsageError(
-            "{classes} and {like} name classes, and {flat} packs none.",
-            "Choose one, or name the classes of masks with {mask_classes}.",
-            {"classes": ..., "like": ..., "flat": True, "mask_classes": ...},
-        )
+    refuse(
+        fixed and flat,
+        "{classes} and {like} name classes, and {flat} packs none.",
+        "Choose one, or name the classes of masks with {mask_classes}.",
+        classes=...,
+        like=...,
+        flat=True,
+        mask_classes=...,
+    )
     ignored = Counter[str]()
-    roots = _splits(source, ignored, alone=flat) or {"": source}
-    images = _find_images(source, roots, ignored, flat=flat)
+    images = _find_images(
+        source, _splits(source, ignored, alone=flat) or {"": source}, ignored, flat=flat
+    )
     classes = sorted({image.stratum for image in images} - {""})
-    if other := [kind for kind in classes if fixed and kind not in fixed]:
-        raise UsageError(
-            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
-            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}).",
-            "Rename it, or add it at the end of the classes.",
-        )
+    other = [kind for kind in classes if fixed and kind not in fixed]
+    refuse(
+        other,
+        f"{source}: the class folder {min(other, default='')!r} is none of the {len(fixed)} given "
+        f"classes ({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}).",
+        "Rename it, or add it at the end of the classes.",
+    )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
     keys, items = Keys(), list[Sample]()
     for image in images if masks is None else _with_masks(source, masks, images, ignored):
@@ -119,10 +125,9 @@ def _find_images(
     for split, root in roots.items():
         folders.update([] if flat else next(walk(root))[2])
         for name, path, field in _image_files(root, ignored):
-            kind, is_inside, _ = name.partition("/")
-            if flat or is_inside:
-                stratum = "" if flat else kind
-                images.append(Sample(None, [(field, path)], split, stratum=stratum, name=name))
+            kind, is_inside, _ = ("", True, "") if flat else name.partition("/")
+            if is_inside:
+                images.append(Sample(None, [(field, path)], split, stratum=kind, name=name))
             else:
                 outside += 1
     ignored["images outside a class folder"] += outside

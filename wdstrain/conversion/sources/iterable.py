@@ -31,6 +31,7 @@ from wdstrain.conversion.labels import (
 from wdstrain.conversion.listing import BadSample, Sample, Source, check_there
 from wdstrain.conversion.options import PackOptions, TorchvisionOptions
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.kinds import ColumnInfo
 
 _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
@@ -128,8 +129,9 @@ def _packed(
     if key is not None and (not isinstance(key, str) or not _KEY.fullmatch(key)):
         raise SampleError(f"its __key__ is {key!r}, but a key must be text without NUL")
     if len(dict(packed)) < len(packed):
-        names = ", ".join(field for field, _ in packed)
-        raise SampleError(f"two of its fields have the same name: {names}")
+        raise SampleError(
+            f"two of its fields have the same name: {', '.join(field for field, _ in packed)}"
+        )
     return key, packed
 
 
@@ -199,22 +201,23 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
     import torchvision.datasets  # takes half a second
 
     name, root, splits = options.name, os.fspath(options.root), options.splits
-    if name not in torchvision.datasets.__all__:
-        raise UsageError(
-            f"torchvision.datasets has no data set '{name}'.",
-            "Check its name.",
-        )
+    refuse(
+        name not in torchvision.datasets.__all__,
+        f"torchvision.datasets has no data set '{name}'.",
+        "Check its name.",
+    )
     kind: Any = getattr(torchvision.datasets, name)
     check_there(root, kind="folder")
     parameters = inspect.signature(kind).parameters
     parameter = next((name for name in ("train", "split") if name in parameters), "")
     # For a split without a name, other data sets raise an error that lists their splits.
     known = {"train": ["train", "test"], "split": list(splits) or [""]}.get(parameter, [""])
-    if strange := sorted(set(splits) - set(known)):
-        raise UsageError(
-            f"{name} has no split '{strange[0]}'.",
-            f"Use {' or '.join(known)}.",
-        )
+    strange = set(splits) - set(known)
+    refuse(
+        strange,
+        f"{name} has no split '{min(strange, default='')}'.",
+        f"Use {' or '.join(known)}.",
+    )
     wanted = list(splits) or known
     data_sets: dict[str, Any] = {}
     for split in wanted:
@@ -240,8 +243,11 @@ def stream_torchvision(options: TorchvisionOptions) -> Source:
         names=classes_of(next(iter(data_sets.values()))),
         quality=options.pixel_quality,
     )
-    left_out = {f"split {one}, which was not asked for": 1 for one in known if one not in wanted}
-    return replace(source, resplit=True, ignored=left_out)
+    return replace(
+        source,
+        resplit=True,
+        ignored={f"split {one}, which was not asked for": 1 for one in known if one not in wanted},
+    )
 
 
 def _file_fields(row: tuple[str, int]) -> dict[str, Any]:

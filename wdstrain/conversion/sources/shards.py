@@ -28,6 +28,7 @@ from wdstrain.conversion.listing import (
 )
 from wdstrain.conversion.options import Path, TarsOptions
 from wdstrain.errors import DamageError, SampleError, SourceError, UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.columns import Column
 from wdstrain.shards.declare import with_columns_of
 from wdstrain.shards.index import Index
@@ -50,12 +51,12 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     index = open_index(urls, note=note)
     _check_apart(index, os.fspath(options.out))
     names = _kept_fields(index, options)
-    if any(label.field in names for label in index.differing):
-        raise UsageError(
-            "these sets have different labels, or some have none: a class number would mean two "
-            "classes.",
-            "Convert each set by itself, or drop the field of the label.",
-        )
+    refuse(
+        any(label.field in names for label in index.differing),
+        "these sets have different labels, or some have none: a class number would mean two "
+        "classes.",
+        "Convert each set by itself, or drop the field of the label.",
+    )
     labels = [label for label in index.labels if label.is_joined or label.field in names]
     ignored = Counter[str](index.info.get("ignored", {}) if "made" in index.info else {})
     index = _chosen(index, options, ignored)
@@ -78,8 +79,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                 yield BadSample(shard.shown, 0, key, str(error))
                 continue
             value = None if column is None else column.values[number].as_py()
-            kind = "" if value is None else str(value)
-            yield Sample(key, kept, splits[shard.name], stratum=kind)
+            yield Sample(key, kept, splits[shard.name], stratum="" if value is None else str(value))
 
     folders = sorted({folder_of(shard.path) or "." for shard in index.shards})
     source = _stated(options, index)
@@ -159,11 +159,11 @@ def _read(index: Index) -> Iterator[tuple[int, dict[str, bytes] | str]]:
 def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
     """Return {field: new name} of the fields that stay."""
     for field in [*options.keep, *options.drop, *(options.rename or {})]:
-        if field not in index.fields:
-            raise UsageError(
-                f"no shard has a field '{field}'.",
-                f"Use one of: {', '.join(index.fields)}",
-            )
+        refuse(
+            field not in index.fields,
+            f"no shard has a field '{field}'.",
+            f"Use one of: {', '.join(index.fields)}",
+        )
     keep, drop, rename = options.keep, options.drop, options.rename or {}
     kept = [field for field in index.fields if (field in keep if keep else field not in drop)]
     try:
@@ -174,9 +174,9 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
             "Choose others.",
         ) from None
     if not names or len(set(names.values())) < len(names):
-        some = ", ".join(names.values()) or "(none)"
         raise UsageError(
-            f"the samples would have the fields {some}, but need one or more, each once.",
+            f"the samples would have the fields {', '.join(names.values()) or '(none)'}, but need "
+            "one or more, each once.",
             "Choose others.",
         )
     return names

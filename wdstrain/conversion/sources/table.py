@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, compress, count, repeat
-from stat import S_ISREG
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.collect import CatalogBuilder, text_hash
+from wdstrain.conversion.collect import Catalog, text_hash
 from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
@@ -34,6 +33,7 @@ from wdstrain.conversion.listing import (
     Sample,
     Source,
     image_field,
+    piece_of,
 )
 from wdstrain.conversion.options import TableOptions
 from wdstrain.conversion.sources.table_cells import (
@@ -46,7 +46,7 @@ from wdstrain.conversion.sources.table_files import TableFiles
 from wdstrain.conversion.sources.table_read import Table, read_table
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.runtime.options import as_list
+from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.columns import as_label, inferred
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.where import TableRows, matching
@@ -127,7 +127,7 @@ class _Rows:
         """Return the rows whose images are files."""
         files, seed = self._table.files, self._options.seed
         images, keys = _Images(files, self._options.root), Keys()
-        catalog = CatalogBuilder(files.name, seed, has_files=True)
+        catalog = Catalog(files.name, seed, has_files=True)
         firsts: dict[int, str] = {}  # hash of an image's place -> key of the first row that has it
         for entry in self._samples(images):
             if isinstance(entry, BadSample):
@@ -146,10 +146,14 @@ class _Rows:
             f"{images.base or '.'}",
             *self._lines(),
         ]
-        if twice := len(catalog.sizes) - len(firsts):
+        if twice := len(catalog.items) - len(firsts):
             decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        source = replace(self._source(decided), has_files=True)
-        return replace(source, samples=lambda: bad.bad, catalog=catalog.finish())
+        return replace(
+            self._source(decided),
+            samples=lambda: bad.bad,
+            has_files=True,
+            catalog=catalog.finish(),
+        )
 
     def _paths(self) -> Iterator[str]:
         """Return the path of each chosen row; "" if there is none. Numbers are as a CSV has them."""
@@ -264,9 +268,9 @@ class _Rows:
             parts.append(("txt", str(text).encode()))
         parts += json_fields(cells) if cells else []
         if len(dict(parts)) < len(parts):
-            fields = ", ".join(field for field, _ in parts)
             raise SampleError(
-                f"two of its columns would be one field: {fields}; rename one of them"
+                f"two of its columns would be one field: {', '.join(field for field, _ in parts)}; "
+                "rename one of them"
             )
         return Sample(
             sample.key,
@@ -295,11 +299,11 @@ def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict
             )
         names.append(name if is_stated else label)
         asked[names[-1]] = kind if is_stated else None
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"a column is named twice: {', '.join(names)}. The image and each label must be "
-            "different columns."
-        )
+    refuse(
+        len(set(names)) < len(names),
+        f"a column is named twice: {', '.join(names)}. The image and each label must be "
+        "different columns.",
+    )
     return asked
 
 
@@ -341,8 +345,7 @@ def _bytes_image(cell: Any, name: str) -> Sample:
     if not isinstance(cell, bytes):
         raise SourceError("there are no bytes of an image")
     identity = blake2b(cell, digest_size=16).hexdigest()
-    key = os.path.splitext(name)[0]
-    return Sample(key, [(field_of(cell), cell)], identity=identity)
+    return Sample(os.path.splitext(name)[0], [(field_of(cell), cell)], identity=identity)
 
 
 class _Images:
@@ -365,19 +368,11 @@ class _Images:
         field, file = image_field(path), os.path.join(self.base, path)
         if field is None:
             raise SourceError("the path has no extension of an image")
-        try:
-            status = os.stat(file)
-        except PermissionError:
-            raise SourceError("the image cannot be read: Permission denied") from None
-        except (OSError, ValueError):
-            status = None
-        if status is None or not S_ISREG(status.st_mode):
+        if not os.path.isfile(file):
             raise SourceError(
-                "the image is not there; the option root says where relative paths begin"
+                "the image is not there; check the option root, which says where relative paths "
+                "begin, and the permissions"
             )
         self.exist += 1
-        if status.st_size == 0:
-            raise SourceError("it has 0 bytes")
-        parts = [(field, (file, status.st_size, status.st_mtime_ns))]
         name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
-        return Sample(None, parts, name=name, identity=os.path.abspath(file))
+        return Sample(None, [(field, piece_of(file))], name=name, identity=os.path.abspath(file))

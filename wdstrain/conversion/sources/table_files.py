@@ -14,7 +14,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from wdstrain.conversion.listing import check_there, is_litter, readable, split_of, walk
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.errors import SourceError
+from wdstrain.runtime.options import refuse
 from wdstrain.storage.addresses import is_hub, list_hub_files, matching_paths
 from wdstrain.storage.remote import gopen, is_remote, shown_path
 
@@ -88,12 +89,12 @@ def find_files(table: Any) -> TableFiles:
     Raises SourceError if there are none, or if they are of several formats.
     """
     named = [table] if isinstance(table, (str, os.PathLike)) else table
-    if not isinstance(named, (list, tuple)) or not named:
-        raise UsageError(
-            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, "
-            "several of them, a list of dicts, or a DataFrame or table that offers Arrow data "
-            "(pandas, polars, DuckDB, pyarrow). Collect a lazy frame first."
-        )
+    refuse(
+        not isinstance(named, (list, tuple)) or not named,
+        f"table is {type(table).__name__}: must be the path of a file or folder, a glob, "
+        "several of them, a list of dicts, or a DataFrame or table that offers Arrow data "
+        "(pandas, polars, DuckDB, pyarrow). Collect a lazy frame first.",
+    )
     addresses = [str(os.fspath(address)) for address in named]
     name = ", ".join(addresses)
     bases, matches = zip(*map(_find, addresses), strict=True)
@@ -142,11 +143,7 @@ def _find(address: str) -> tuple[str, list[str]]:
     if glob.has_magic(address) and not os.path.lexists(address):
         with readable(address, "the permissions of the folder"):
             paths = list(filter(os.path.isfile, matching_paths(address)))
-        if not paths:
-            raise UsageError(
-                f"{address}: no file matches this pattern.",
-                "Check the path.",
-            )
+        refuse(not paths, f"{address}: no file matches this pattern.", "Check the path.")
         return os.path.commonpath(map(os.path.dirname, paths)), paths
     check_there(address)
     return os.path.dirname(address), [address]

@@ -233,8 +233,9 @@ def _read_parquet(path: str, options: TableOptions, bad: BadSamples) -> Iterator
 
 def open_parquet(path: str) -> pq.ParquetFile:
     """Return a Parquet file, local or on a server."""
-    source = gopen(path) if is_remote(path) else path
-    return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+    return pq.ParquetFile(
+        gopen(path) if is_remote(path) else path, buffer_size=1 << 20, pre_buffer=False
+    )
 
 
 def _read_arrow(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Part]:
@@ -295,8 +296,8 @@ def _read_csv(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Par
 
     for batch in batched(complete()):
         lines, cells = zip(*batch, strict=True)
-        columns = zip(names, map(cells_of, zip(*cells, strict=True)), strict=True)
-        yield Part(path, array("q", lines), dict(columns))
+        columns = map(cells_of, zip(*cells, strict=True))
+        yield Part(path, array("q", lines), dict(zip(names, columns, strict=True)))
 
 
 def _csv_rows(path: str, options: TableOptions) -> Iterator[tuple[int, list[str]]]:
