@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 3180,
     "training": 2900,
     "inspection": 1444,
-    "loader": 1250,
+    "loader": 1391,
     "shards": 2341,
     "decode": 1344,
     "storage": 1057,
