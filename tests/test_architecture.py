@@ -46,9 +46,9 @@ LAYERS = [
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
     "conversion": 3180,
-    "training": 2900,
+    "training": 2929,
     "inspection": 1444,
-    "loader": 1391,
+    "loader": 1390,
     "shards": 2341,
     "decode": 1344,
     "storage": 1057,

@@ -168,8 +168,9 @@ class Recording:
         columns, none = self._shared(), np.zeros(self._samples, np.int32)
         newest = {n: np.max([none, *(c[n] for c in columns.values())], axis=0) for n in _TABLE}
         means = {n: pa.array(_means(c), mask=c["count"] == 0) for n, c in columns.items()}
-        table = pa.table({"key": index.batch().column(0), **newest, **means})
-        return table.filter(pa.array(newest["times"] > 0))
+        return pa.table({"key": index.batch().column(0), **newest, **means}).filter(
+            pa.array(newest["times"] > 0)
+        )
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -210,10 +211,11 @@ class Recording:
         # Numbers are added one after another, so that the sum is the same on every machine.
         sums = np.cumsum(self._smoothed[is_known], dtype=np.float64)
         mean = sums[-1:].sum() / max(1, len(sums))
-        divided, ones = is_known & (mean > 0), np.ones(self._samples)
+        shares = np.divide(
+            self._smoothed, mean, out=np.ones(self._samples), where=is_known & (mean > 0)
+        )
         return WeightedPlan(
-            weights=_FLOOR
-            + (1 - _FLOOR) * np.divide(self._smoothed, mean, out=ones, where=divided),
+            weights=_FLOOR + (1 - _FLOOR) * shares,
             # Samples of one stratum are drawn at random; nearly all weights differ.
             strata=np.zeros(self._samples, np.int64),
             epoch=epoch,
