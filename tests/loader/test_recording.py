@@ -334,6 +334,7 @@ def test_epochs_are_drawn_in_proportion_to_the_smoothed_losses(shards: Path, wor
             counts = Counter(chain.from_iterable(batches))
             assert len(batches) == len(loader) == 6
             assert counts.total() == COUNT
+            assert loader.plan(epoch).weights == pytest.approx(list(weights.values()), rel=1e-6)
             for key, weight in weights.items():
                 assert math.floor(weight - 1e-6) <= counts[key] <= math.ceil(weight + 1e-6)
             weights = model.weights(keys, epoch)

@@ -239,7 +239,7 @@ class Loader:
 
         Outside of a loop it is the start of the next loop if `set_epoch` or `load_state_dict` was
         called, otherwise the end of the last loop.
-        With weights that are recorded, the state holds the values too, about 10 bytes per sample,
+        With weights that are recorded, the state holds the values too, about 15 bytes per sample,
         and every rank must call this. Call `record` for a batch before the state is taken.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
