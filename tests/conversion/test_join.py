@@ -290,6 +290,7 @@ REFUSED: list[tuple[list[Row], str, str]] = [
     ([{"key": "k01", "kind": "cow"}], "key", "do not fit the label .* 3 classes: cat, dog, owl"),
     ([{"key": "k01", "a": 1}], "color", "it needs 'color'"),
     ([{"side": 0, "color": "red"}], "side", "several samples have the same value"),
+    ([{"side": 0, "a": 1}, {"side": 0, "a": 2}], "side", "several samples have .* '0'"),
     ([], "key", "it needs 'key'"),
 ]
 

@@ -84,7 +84,7 @@ def test_a_changed_byte_of_a_selected_sample_is_detected(
         ({"where": "kind == 'rare'", "batch_size": 64}, "cannot give"),
         ({"where": 3}, "must be a condition"),
         ({"weights": [1.0] * 239}, "must be 240 numbers"),
-        ({"weights": "x"}, "there is no column 'x'"),
+        ({"weights": "bin"}, "there is no column 'bin'"),
         ({"weights": "kind"}, "must be a column of numbers"),
         ({"weights": "maybe"}, "120 of 240 samples have no value"),
         ({"weights": [1.0] * 239 + [-1]}, "-1.0 for sample 'k239'"),

@@ -55,6 +55,28 @@ def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> No
     assert re.search(r"accuracy \d+\.\d\d%; (\w+ bound|no bottleneck)", out), out
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_example_of_hard_samples_lists_them_and_writes_a_table_for_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, table = (
+        converted(tmp_path, 40, split={"train": 0.8, "val": 0.2}),
+        tmp_path / "t.parquet",
+    )
+    words = [shards, "--out", table, "--epochs", 3, "--batch-size", 8, "--image-size", 32]
+    monkeypatch.setattr(sys, "argv", ["hard_examples.py", *map(str, words)])
+    runpy.run_path(str(EXAMPLES / "hard_examples.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^epoch \d: loss \d", out, re.MULTILINE)) == 3
+    listed = re.findall(r"^(\S+): loss (\d+\.\d\d), shown (\d+) times$", out, re.MULTILINE)
+    assert len(listed) == 10
+    assert [loss for _, loss, _ in listed] == sorted((loss for _, loss, _ in listed), reverse=True)
+    assert re.search(r"^32 of 32 samples were shown; \d+ predicted right$", out, re.MULTILINE)
+    counts = wt.join(shards, table, on="key")
+    assert (counts.matched, counts.unknown) == (32, 0)
+    assert len(wt.open(shards).where(f"key == {listed[0][0]!r} and times > 0 and loss > 0")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.alone  # beside other tests, the processes of Ray may wait for each other for minutes
 @pytest.mark.timeout(600)

@@ -40,14 +40,14 @@ class TakenBatch(NamedTuple):
     """A batch of b rows, with its counts.
 
     values: by name. ids: sample ids in the rows, int64[b]. own: bool[b], whether a row has the
-    sample that the plan put there; the other rows are bad samples, replaced or empty. padded: rows
-    of padding. bad: the bad samples, without padding.
+    sample that the plan put there; the other rows are bad samples, replaced or empty. valid: bool[b],
+    False for padding. bad: the bad samples, without padding.
     """
 
     values: dict[str, Any]
     ids: Ints
     own: Bools
-    padded: int
+    valid: Bools
     bad: list[Finding]
 
 
@@ -89,8 +89,7 @@ class BatchAssembler:
                 if batch.valid[bad.row]:
                     findings.append(self._finding(batch, bad))
             keys = self._index.keys(ids)
-        valid = len(ids) if order.tail == "drop" else int(np.count_nonzero(batch.valid))
-        rows = valid if order.tail == "keep" else len(ids)
+        rows = int(np.count_nonzero(batch.valid)) if order.tail == "keep" else len(ids)
         values: dict[str, Any] = slots.lease(batch.slot, rows)
         values |= result.values if rows else self._empty(result.values)
         values |= self._labels(ids[:rows], own[:rows])
@@ -104,7 +103,7 @@ class BatchAssembler:
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if order.tail == "pad":
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
-        return TakenBatch(values, ids[:rows], own[:rows], rows - valid, findings)
+        return TakenBatch(values, ids[:rows], own[:rows], batch.valid[:rows], findings)
 
     def _labels(self, ids: Ints, own: Bools) -> dict[str, Any]:
         """Return the labels that the index gives, for the samples in the rows."""

@@ -19,6 +19,7 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.batch_assembly import Batch, TakenBatch
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.pipeline import OVER, Pipeline
+from wdstrain.loader.recording import Recording
 from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.order import Order
 from wdstrain.runtime.options import integer
@@ -54,12 +55,14 @@ class LoaderState:
     """What the passes of a loader share: its pipeline, its position, and which pass is the newest.
 
     stats: of the newest pass. newest: returns the newest pass, if it exists; a weak reference.
-    reached: the position after the batch that was delivered last.
+    reached: the position after the batch that was delivered last. delivered: that batch without its
+    tensors, of the newest pass. recording: values that the loop records.
     """
 
-    def __init__(self, make_pipeline: Callable[[], Pipeline]) -> None:
+    def __init__(self, make_pipeline: Callable[[], Pipeline], recording: Recording) -> None:
         """make_pipeline: must not refer to the loader, which is closed when nobody refers to it."""
-        self.stats = EpochStats()
+        self.stats, self.recording = EpochStats(), recording
+        self.delivered: TakenBatch | None = None
         # Held while a pass becomes the newest one and takes over the pipeline: of two that began at
         # once, each could otherwise be the newest while the other has the pipeline.
         self.beginning = threading.Lock()
@@ -89,7 +92,7 @@ class LoaderState:
 
     def restore(self, position: Position) -> None:
         """Make this the start of the next loop. A loop that still runs has no position any more."""
-        self._requested, self.newest = position, lambda: None
+        self._requested, self.newest, self.delivered = position, lambda: None, None
 
     def open_pipeline(self, newest: EpochBatches) -> Pipeline:
         """Return the running pipeline for a pass, which is the newest from now on."""
@@ -105,7 +108,7 @@ class LoaderState:
 
     def begin(self, stats: EpochStats, position: Position) -> None:
         """Note where the newest pass begins, and its counts."""
-        self.stats, self.reached, self._requested = stats, position, None
+        self.stats, self.reached, self._requested, self.delivered = stats, position, None, None
 
     def close(self) -> None:
         """End the pipeline. The next pass makes another one."""
@@ -140,8 +143,7 @@ class EpochBatches(Iterator[Batch]):
         # next error. The loader must be able to end before that.
         self.state: LoaderState | None = state
         self._options, self._plans, self._until = options, plans, until
-        self._requested = start
-        self._start_at(start or state.next_start)
+        self._requested, self._recording = start, state.recording
         self._pipeline: Pipeline | None = None  # set with the first batch
         self._totals_before: dict[str, float] = {}  # set with the first batch
         self._stats = EpochStats()
@@ -196,7 +198,8 @@ class EpochBatches(Iterator[Batch]):
     def request(self) -> float:
         """Note that the loop is done with its batch and wants the next one. Return the time.
 
-        After the last batch, the counts of the epoch are logged.
+        After the last batch, the counts of the epoch are logged. Raises UsageError if nothing was
+        recorded of the column that weighs the samples.
         """
         self._check_process()
         now = time.perf_counter()
@@ -205,6 +208,7 @@ class EpochBatches(Iterator[Batch]):
             self._delivered_at = None
             if self._delivered_steps == self._plan.steps:
                 self._stats.log()
+            self._recording.check()
         return now
 
     def take(self) -> TakenBatch:
@@ -236,14 +240,16 @@ class EpochBatches(Iterator[Batch]):
         self._stats.copy_seconds += copy_seconds
         self._count(taken)
         self._delivered_steps += 1
+        # only the loop refers to the batch's memory
+        self._last = taken._replace(values={"__key__": taken.values["__key__"]})
         is_last = self._delivered_steps == self._plan.steps
         state = self.state
         if state is not None and state.newest() is self:
             after = Position(self._epoch, self._delivered_steps, self._bad)
             state.reached = Position(self._epoch + 1, 0) if is_last else after
+            state.delivered = self._last
         if self._pipeline is not None:
             self._stats.set_stages(self._totals_before, self._pipeline.totals())
-        self._last = taken._replace(values={})  # only the loop refers to the batch's memory
         self._delivered_at = time.perf_counter()
         self._stats.wait_seconds += self._delivered_at - requested
         return taken.values
@@ -284,10 +290,12 @@ class EpochBatches(Iterator[Batch]):
         if state is None:
             raise WdstrainError(*OVER)
         self._options.check_rank()
-        self._start_at(self._requested or state.next_start)
+        start = self._requested or state.next_start
+        until = self._recording.begin(start.epoch) or self._until
+        self._start_at(start)
         with state.beginning:
             pipeline = state.open_pipeline(self)
-            pipeline.begin(self, self._epoch, self._step, self._until)
+            pipeline.begin(self, self._epoch, self._step, until)
         self._totals_before = pipeline.totals()
         self._stats = EpochStats(
             epoch=self._epoch, left_out=self._plan.left_out, decoders=pipeline.workers.count
@@ -304,8 +312,8 @@ class EpochBatches(Iterator[Batch]):
             if self._bad > self._options.max_errors * self._epoch_samples:
                 raise self._too_many_errors(taken.bad[-1])
         stats.batches += 1
-        stats.samples += len(taken.ids) - taken.padded
-        stats.padded += taken.padded
+        stats.samples += int(taken.valid.sum())
+        stats.padded += int((~taken.valid).sum())
 
     def _too_many_errors(self, last: Finding) -> SampleError:
         """Return the error. last: the newest bad sample."""

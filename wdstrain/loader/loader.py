@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
 from typing import Any, NoReturn
+
+import pyarrow as pa
 
 from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, Image, Mask
@@ -24,6 +27,7 @@ from wdstrain.loader.epoch import EpochBatches, LoaderState, Position
 from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
+from wdstrain.loader.recording import NOTHING, Recording
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.report.printing import counted
@@ -64,7 +68,12 @@ class Loader:
                     `Index.where`
     weights         how often each sample occurs in an epoch: a number >= 0 for each sample of the
                     index, or the name of a column of numbers. 1.5 means once or twice. The rounded
-                    sum is the size of the epoch. Each occurrence is augmented anew
+                    sum is the size of the epoch. Each occurrence is augmented anew.
+                    A name that the index lacks is a value >= 0 that the loop records, as by
+                    `record(batch, loss=losses)`. Epoch 0 has each sample once. Each later epoch has
+                    as many samples, of weight 0.1 + 0.9 * s / mean(s). s is half of the value in the
+                    epoch before plus half of the former s; a sample without a finite value has the
+                    mean. Reading ahead stops at the end of an epoch; ranks share their values
     balance         column such as "label": each of its values occurs equally often, together as
                     often as there are samples
     batch_size      samples of a batch on this rank
@@ -149,12 +158,17 @@ class Loader:
         given = {name: value for name, value in locals().items() if name not in ("self", "urls")}
         self._set_up(urls, LoaderOptions.of(given))
 
-    def _set_up(self, urls: Urls | Index | MixedSources, options: LoaderOptions) -> None:
+    def _set_up(
+        self,
+        urls: Urls | Index | MixedSources,
+        options: LoaderOptions,
+        recording: Recording | None = None,
+    ) -> None:
         """Make the plans. Raises UsageError and ShardError."""
         log_slow_paths()
         self._options = options
-        self._plans = EpochPlans(urls, options)
-        self.index: Index = self._plans.index
+        self._plans = EpochPlans(urls, options, recording)
+        self.index, self.recording = self._plans.index, self._plans.recording
         self.plan: Callable[[int], Order] = self._plans.plan  # returns the plan of an epoch
         self.batch_size, self.num_workers = options.batch_size, options.num_workers
         self.rank, self.world_size = options.rank, options.world_size
@@ -171,7 +185,7 @@ class Loader:
         source = self._plans.source
         sources = source.first_ids if isinstance(source, MixedSources) else {}
         self._state = LoaderState(
-            partial(Pipeline, self.index, self.plan, options, self.fields, sources)
+            partial(Pipeline, self.index, self.plan, options, self.fields, sources), self.recording
         )
 
     # --- iteration --------------------------------------------------------------------------------
@@ -253,17 +267,27 @@ class Loader:
 
         Outside of a loop it is the start of the next loop if `set_epoch` or `load_state_dict` was
         called, otherwise the end of the last loop.
+        With weights that are recorded, the state holds the values too, about 15 bytes per sample,
+        and every rank must call this. Call `record` for a batch before the state is taken.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        return {**self._state.position._asdict(), **ranks, **self._plans.identity}
+        return {
+            **(self._state.position._asdict() | ranks | self._plans.identity),
+            **({"recorded": self.recording.state()} if self.recording.name else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `for` loop go on where the state was taken.
 
+        Recorded values are those of the state from now on; there are none without recorded weights.
         Raises UsageError if the state belongs to other options or data; the message names them.
         """
         self._plans.check_identity(state)
         position = Position.of_state(state, len(self))
+        self.recording.load(state.get("recorded") if self.recording.name else NOTHING)
+        if self.recording.name is not None:  # the pipeline may read in another order
+            self._plans.plan.cache_clear()
+            self.close()
         if (state.get("rank"), state.get("world_size")) != (self.rank, self.world_size):
             position = position._replace(bad=0)  # they were counted on another rank
         self._state.restore(position)
@@ -272,7 +296,36 @@ class Loader:
         """A copy is a loader of the same batches at the same position, which runs nothing yet."""
         weights = self._plans.weighting  # the source holds only the chosen samples
         chosen = replace(self._options, where=None, balance=None, split=None, weights=weights)
-        return _copied, (type(self), self._plans.source, chosen, self._state.position)
+        return _copied, (
+            *(type(self), self._plans.source, chosen, self._state.position),
+            deepcopy(self.recording),
+        )
+
+    # --- values of samples ------------------------------------------------------------------------
+
+    def record(self, batch: Mapping[str, Any], /, **values: Any) -> None:
+        """Keep values of the samples of the batch that was delivered last, such as their losses.
+
+            loader.record(batch, loss=losses, right=predicted == batch["label"])
+
+        Each value is a tensor on any device, an array or a list of one number per row. `recorded`
+        returns them. Rows of padding, and rows whose sample was replaced or marked, are left out.
+        Of a sample that occurs several times in an epoch the mean is kept, as float32. NaN and
+        infinity are kept, but change no weight. Raises UsageError for another batch, values of
+        another length, and names that no column of the index can have.
+        """
+        self.recording.record(
+            self.index, self._state.delivered, self._state.stats.epoch, batch, values
+        )
+
+    def recorded(self) -> pa.Table:
+        """Return the recorded values, a row for each sample that has any, in index order.
+
+        The columns are "key", "epoch" (of the newest value), "times" (how often the sample was
+        recorded in all), and the recorded ones. `wt.join` and `Index.join` take the table.
+        With torch.distributed every rank must call this, and gets the values of all ranks.
+        """
+        return self.recording.table(self.index)
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -316,10 +369,14 @@ def log_slow_paths() -> None:
 
 
 def _copied(
-    kind: type[Loader], source: Index | MixedSources, options: LoaderOptions, position: Position
+    kind: type[Loader],
+    source: Index | MixedSources,
+    options: LoaderOptions,
+    position: Position,
+    recording: Recording,
 ) -> Loader:
     loader = object.__new__(kind)
-    loader._set_up(source, options)
+    loader._set_up(source, options, recording)
     loader._state.restore(position)
     return loader
 

@@ -188,7 +188,7 @@ class LoaderOptions(CheckedOptions):
 
         Each rank would read samples of others. A rank that the user gave is not compared.
         """
-        if self.is_rank_given or not _is_distributed():
+        if self.is_rank_given or not group_size():
             return
         rank, world_size = rank_of(None, None)
         if (rank, world_size) != (self.rank, self.world_size):
@@ -261,7 +261,7 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             options={"rank": rank, "world_size": world_size},
         )
     if rank is None or world_size is None:
-        if _is_distributed():
+        if group_size():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
             launch = Launch.of()
@@ -278,6 +278,7 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _is_distributed() -> bool:
-    """Return whether this process is one of a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def group_size() -> int:
+    """Return the number of processes of torch.distributed; 0 without a process group."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 0

@@ -20,6 +20,7 @@ from wdstrain.decode.labels import reader_of, with_classes
 from wdstrain.errors import UsageError, logger
 from wdstrain.loader.buckets import bucketing
 from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.recording import Recording
 from wdstrain.order.buckets import Buckets
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
@@ -27,10 +28,11 @@ from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
+from wdstrain.shards.joining import can_join
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
 from wdstrain.shards.selection import group_codes
-from wdstrain.shards.where import complete_values, ids_where
+from wdstrain.shards.where import column_named, complete_values, ids_where
 from wdstrain.storage.addresses import Urls
 
 # The default window has this many bytes; the shuffle buffer holds half of them on average.
@@ -58,24 +60,34 @@ class EpochPlans:
     """Plans of the epochs of a loader.
 
     source: the chosen samples; a loader over them needs no `where` and no `balance`.
-    index: the same samples as one index. weighting, bucketing: of these samples, if any.
+    index: the same samples as one index. weighting, bucketing: of these samples, if any. A weighting
+    may be the name of values that the loop records. recording: these values.
     shuffle_buffer: the window, in samples of a lane.
-    plan: returns the plan of an epoch. Raises PlanError for sizes that do not fit together.
+    plan: returns the plan of an epoch. Raises PlanError for sizes that do not fit together, and
+    UsageError for an epoch whose weights are not known.
     """
 
-    def __init__(self, source: Urls | Index | MixedSources, options: LoaderOptions) -> None:
-        """Raises UsageError or ShardError."""
+    def __init__(
+        self,
+        source: Urls | Index | MixedSources,
+        options: LoaderOptions,
+        recording: Recording | None = None,
+    ) -> None:
+        """recording: that of a copied loader. Raises UsageError or ShardError."""
         if isinstance(source, MixedSources):
             index = join(list(source.indexes.values()))
         else:
             index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
+        self.recording = recording or Recording(
+            self.index, self.weighting, options.rank, options.world_size
+        )
         self.source = source if isinstance(source, MixedSources) else self.index
         self.bucketing = None if options.buckets is None else bucketing(self.index, options)
         _check_field_names(self.index, options.fields or {})
         self.shuffle_buffer = self._window(options)
         make = self._factory(options)
-        self.plan: Callable[[int], Order] = lru_cache(maxsize=_KEPT_PLANS)(
+        self.plan = lru_cache(maxsize=2 if self.recording.name else _KEPT_PLANS)(
             lambda epoch: make(epoch=epoch)
         )
 
@@ -103,7 +115,7 @@ class EpochPlans:
     def _mean_bytes(self) -> float:
         """Mean size of a sample of an epoch in its shard."""
         sizes = self.index.offsets.size
-        weights = None if self.weighting is None else self.weighting.weights
+        weights = self.weighting.weights if isinstance(self.weighting, Weighting) else None
         if isinstance(self.source, MixedSources):
             counts = [len(index) for index in self.source.indexes.values()]
             shares = np.array(self.source.shares, np.float64) / np.maximum(1, counts)
@@ -144,6 +156,8 @@ class EpochPlans:
             return partial(Buckets, codes=codes, names=titles, per_lane=per_lane, **arguments)
         if self.weighting is None:
             return partial(Plan, **arguments)
+        if isinstance(self.weighting, str):
+            return partial(self.recording.plan, arguments)
         return partial(WeightedPlan, **self.weighting._asdict(), **arguments)
 
     @cached_property
@@ -161,7 +175,10 @@ class EpochPlans:
             "tail": plan.tail,
         }
         if self.weighting is not None:
-            values["weights"] = _fingerprint(*self.weighting)
+            is_recorded = isinstance(self.weighting, str)
+            values["weights"] = (
+                f"recorded {self.weighting}" if is_recorded else _fingerprint(*self.weighting)
+            )
         if self.bucketing is not None:
             values["buckets"] = _fingerprint(self.bucketing.codes, self.bucketing.per_lane)
         if isinstance(self.source, MixedSources):
@@ -237,11 +254,12 @@ class Weighting(NamedTuple):
 
 def _choose(
     index: Index, where: str | None, weights: Any, balance: str | None
-) -> tuple[Index, Weighting | None]:
+) -> tuple[Index, Weighting | str | None]:
     """Return the samples that the options of a loader choose, and their weights if there are any.
 
-    The options are those of `Loader`; at most one of weights and balance is given. Raises
-    UsageError for options that do not fit the index.
+    The options are those of `Loader`; at most one of weights and balance is given. Weights that no
+    column of the index holds are the name of recorded values. Raises UsageError for options that do
+    not fit the index.
     """
     ids = None if where is None else ids_where(index, where)
     selection = index if ids is None else index.take(ids)
@@ -250,6 +268,12 @@ def _choose(
     if weights is None or isinstance(weights, Weighting):  # a copy of a loader passes its own
         return selection, weights
     if isinstance(weights, str):
+        if (
+            can_join(index, weights)
+            and weights.isidentifier()
+            and column_named(index, weights) is None
+        ):
+            return selection, weights
         values = _column(selection, weights)
     else:
         values = _array(index, weights)

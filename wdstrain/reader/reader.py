@@ -71,7 +71,11 @@ class Reader:
         order, sizes = orders(0), index.offsets.size
         largest = int(np.max(sizes))
         _check_sample_size(index, int(np.argmax(sizes)), largest)
-        epoch, most = (int((sizes * n).sum()) for n in (order.weights, np.ceil(order.weights)))
+        epoch, most = (
+            int((sizes * order.weights).sum()),
+            # with weights: other epochs may have others
+            int(sizes.sum()) if isinstance(order.weights, float) else order.samples * largest,
+        )
         # On average a sample leaves half a window after it was read. At the end of an epoch the
         # window empties. The next epoch must be read meanwhile, or the reader would have to fill
         # its window at twice the pace.

@@ -103,23 +103,27 @@ def joined(
 
 def _check_names(index: Samples, names: Sequence[str]) -> None:
     """Raise UsageError for a name that means something else in an index."""
-    taken = {
-        *(*_RESERVED, *index.fields),
-        *(info.name for info in (*index.labels, *index.columns) if not info.is_joined),
-    }
     for name in names:
-        npy = f"{name.lower()}.npy"  # `convert tars` writes lists of numbers there
-        if (
-            not taken.isdisjoint((name, npy))
-            or ";" in name
-            or not name.strip()
-            or place_of_entry(name)[1] is not None
-        ):
+        if not can_join(index, name):
             raise UsageError(
                 f"the column {name!r} of the table cannot be joined: the samples or the index "
                 "use this name, or it means an entry of a field.",
                 "Give it another name in the table, or leave it out.",
             )
+
+
+def can_join(index: Samples, name: str) -> bool:
+    """Return whether a column of this name can be added to an index, or replaces a joined one."""
+    taken = {
+        *(*_RESERVED, *index.fields),
+        *(info.name for info in (*index.labels, *index.columns) if not info.is_joined),
+    }
+    return (
+        taken.isdisjoint((name, f"{name.lower()}.npy"))  # for lists, as `convert tars` names them
+        and bool(name.strip())
+        and ";" not in name
+        and place_of_entry(name)[1] is None
+    )
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -137,6 +141,14 @@ def _matched(index: Samples, cells: Cells, on: str) -> tuple[pa.Array, pa.Array]
     wanted, given = np.split(codes, [len(known)])
     has_key = np.asarray(keys.is_valid())
     times = np.bincount(given[has_key], minlength=codes.max() + 1)
+    if (shared := has_key & (np.bincount(wanted, minlength=len(times))[given] > 1)).any():
+        raise UsageError(
+            "several samples have the same value, such as "
+            f"{_texts(keys.filter(pa.array(shared)))[0]}.",
+            "Join by a column whose values differ.",
+            option="on",
+            value=on,
+        )
     doubled = np.flatnonzero(has_key & (times[given] > 1))
     if len(doubled):
         raise UsageError(
@@ -155,13 +167,6 @@ def _matched(index: Samples, cells: Cells, on: str) -> tuple[pa.Array, pa.Array]
             f"the set, whose values of {on!r} are such as {', '.join(_texts(known))}.",
             "Name another column of keys with {on}.",
             {"on": on},
-        )
-    if used.max() > 1:
-        raise UsageError(
-            "several samples have the same value, such as "
-            f"{_texts(keys.filter(pa.array(used > 1)))[0]}.",
-            option="on",
-            value=on,
         )
     return pa.array(rows, mask=rows < 0), unknown
 

@@ -121,6 +121,12 @@ class Config(RunOptions):
                 **owners,
                 **{name: getattr(self, name)},
             )
+        refuse(
+            self.record and mixes,
+            "{record} needs a loss of each sample, and {mixup} and {cutmix} mix several.",
+            "Leave one of them out.",
+            **{name: getattr(self, name) for name in ("record", "mixup", "cutmix")},
+        )
         from wdstrain.decode.transforms import Augment  # only now: it loads NumPy and Pillow
 
         Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)

@@ -231,9 +231,11 @@ def run_loader(
     return Loader(index, fields, **shared | options)
 
 
-def few_samples(index: Index, fields: Mapping[str, Field], config: Config) -> Batch:
-    """Return a batch of the first samples. Raises SampleError if all are bad."""
-    few = index.take(np.arange(min(_FEW_SAMPLES, len(index))))
+def few_samples(
+    index: Index, fields: Mapping[str, Field], config: Config, most: int = _FEW_SAMPLES
+) -> Batch:
+    """Return a batch of the first samples, `most` of them. Raises SampleError if all are bad."""
+    few = index.take(np.arange(min(most, len(index))))
     config = replace(config, num_workers=0, on_error="replace", max_errors=1.0)
     with closing(run_loader(few, fields, config, batch_size=len(few))) as loader:
         return next(loader.epoch(0))

@@ -408,6 +408,14 @@ class RunOptions:
     keep: int = option(
         2, "latest checkpoints that are kept, beside the best", metavar="N", free=True, rule=">= 1"
     )
+    record: bool = option(
+        False,
+        "write recorded.parquet in each epoch: for each training sample its loss as it is trained, "
+        "how often it was shown, and for a single label of classes whether it was predicted right "
+        "(a table for join). The report shows the hardest samples",
+        free=True,
+        negatable=True,
+    )
 
 
 # Groups of options in help texts, each with its first option.

@@ -14,8 +14,12 @@ from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow.compute as pc
+
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
+from wdstrain.report.printing import counted
 from wdstrain.storage.files import write_whole
 from wdstrain.training.config import (
     CONFIG,
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 _MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
 _NAMED_COLORS = 30  # classes in a legend
 _CLASSES = 200  # rows of a table of classes
+_HARDEST = 24  # training samples with the largest losses
 _PAIRS = 20  # mistaken pairs of classes in a list
 _MAIN = ("accuracy", "mAP", "mIoU", "mse", "loss")  # metrics with a column and a chart
 _MOST = len(charts.COLORS)  # runs with curves
@@ -109,11 +114,17 @@ def curves(name: str, lines: Sequence[Line]) -> str:
 
 
 def write_report(
-    path: str, run: Run, best: str, steps: History, details: Mapping[str, Any]
+    path: str,
+    run: Run,
+    best: str,
+    steps: History,
+    details: Mapping[str, Any],
+    recorded: Any,
 ) -> None:
     """Write the page of a run.
 
     best: sentence on the best epoch. steps: lines of steps.jsonl. details: of the last validation.
+    recorded: table of losses of the training samples, or None.
     """
     history, config = run.state.history, run.config
     last, title = history[-1], os.path.basename(os.path.dirname(os.path.abspath(path)))
@@ -127,7 +138,11 @@ def write_report(
         "bad samples": str(last["bad"]),
     }
     results = _results(run.task, last["val"], details) if details else ()
-    cards = [*_curves(run.task, run.monitor.name, history, steps), *results]
+    cards = [
+        *_curves(run.task, run.monitor.name, history, steps),
+        *results,
+        *([] if recorded is None else [_hardest(run, recorded)]),
+    ]
     texts = (f"{best}. The other figures are of the last epoch.", f"{verdict}.")
     _write(path, title, config, run.task, facts, texts, cards)
 
@@ -305,6 +320,29 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
         colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
         names = pages.legend(dict(zip(task.heads[0].classes[:_NAMED_COLORS], colors, strict=False)))
     return f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
+
+
+def _hardest(run: Run, recorded: Any) -> str:
+    """Return a card with the training samples that had the largest losses in their last epoch."""
+    from wdstrain.training.data import few_samples
+
+    hard = recorded.sort_by([("loss", "descending")]).slice(0, _HARDEST)
+    name, pictures = run.setup.inputs.picture, {}
+    if name is not None:
+        keys, wanted = run.train_set.offsets.rows.column(0), hard["key"].cast("large_binary")
+        few = run.train_set.take(np.flatnonzero(pc.is_in(keys, value_set=wanted)))
+        batch = few_samples(few, {name: run.val_fields[name]}, run.config, _HARDEST)
+        pictures = {
+            key: pages.picture(image.permute(1, 2, 0).numpy())
+            for key, image in zip(batch["__key__"], batch[name], strict=True)
+        }
+    figures = (
+        f"<figure>{pictures.get(row['key'], '')}<figcaption>loss {row['loss']:.4g}, "
+        f'shown {counted(row["times"], "time")}<div class="key">{escape(str(row["key"]))}</div>'
+        "</figcaption></figure>"
+        for row in hard.to_pylist()
+    )
+    return pages.card("Hardest training samples", f'<div class="shown">{"".join(figures)}</div>')
 
 
 # --- runs side by side ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import nn
 from wdstrain.augment.gpu import IMAGENET
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.report.terminal import Reporter
+from wdstrain.shards.joining import can_join
 from wdstrain.training.checkpoint import (
     CHECKPOINTS,
     FORMAT,
@@ -77,9 +78,9 @@ class Run:
     there is one. net: what a step calls, compiled and shared by all processes. frozen: names of
     parameters that are not trained. fresh: names of those that the weights lack. steps: batches of
     an epoch. updates: of the optimizer in an epoch. state: position and history. sums: of the epoch
-    so far. lr_scale: factor on the learning rate of further steps, which callbacks set and
-    checkpoints keep. stop_reason: why the run ends. in_step: whether a part of a step is done.
-    write_error: of the last checkpoint, if it could not be written.
+    so far. val_fields: inputs without augmentation. lr_scale: factor on the learning rate of further
+    steps, which callbacks set and checkpoints keep. stop_reason: why the run ends. in_step: whether
+    a part of a step is done. write_error: of the last checkpoint, if it could not be written.
     """
 
     def __init__(
@@ -96,7 +97,13 @@ class Run:
         self.train_set, self.val_set, self.task = train, val, task
         self.val_fingerprint = None if val is None else val.fingerprint
         check_objects(arguments, config, task, has_val=val is not None)
-        train_fields, val_fields = run_fields(arguments, train, val, task, config)
+        refuse(
+            config.record and not (can_join(train, "loss") and can_join(train, "right")),
+            "{record} makes the columns 'loss' and 'right', and the shards use one of these names.",
+            "Leave it out.",
+            record=True,
+        )
+        train_fields, self.val_fields = run_fields(arguments, train, val, task, config)
         inputs = ModelInputs(specs_of(train_fields))
         weights = config.weights if checkpoint is None else None  # a checkpoint has its own
         torch.manual_seed(config.seed)
@@ -119,7 +126,7 @@ class Run:
         self.setup = Setup(
             task=task,
             config=config,
-            inputs=ModelInputs(specs_of(val_fields), normalization or IMAGENET),
+            inputs=ModelInputs(specs_of(self.val_fields), normalization or IMAGENET),
             distributed=distributed,
             reporter=reporter,
             criterion=arguments.criterion,
@@ -140,7 +147,7 @@ class Run:
             lanes=config.lanes or (checkpoint and checkpoint["loader"]["lanes"]),
         )
         self.val_loader = (
-            run_loader(val, with_targets(val_fields, task), config, distributed)
+            run_loader(val, with_targets(self.val_fields, task), config, distributed)
             if val is not None
             else None
         )
@@ -340,6 +347,7 @@ def state_dict(run: Run, sums: Mapping[str, float]) -> dict[str, Any]:
         "config": vars(run.config),
         "task": run.task.state(),
         "inputs": run.setup.inputs.state(),
+        **({"recorded": run.loader.recording.state()} if run.config.record else {}),
     }
 
 
@@ -361,6 +369,8 @@ def resume(run: Run) -> None:
     former = Config.of(checkpoint["config"])
     _check_same(run, checkpoint, former)
     run.loader.load_state_dict(checkpoint["loader"])
+    if "recorded" in checkpoint:
+        run.loader.recording.load(checkpoint["recorded"])
     with refusing("the checkpoint is of another model", "Use the same model, or another folder."):
         load_model_state(run.model, checkpoint.get("raw", checkpoint["model"]))
         if run.average is not None:

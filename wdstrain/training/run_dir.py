@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 
-from wdstrain.errors import StorageError
+from wdstrain.errors import WdstrainError
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report.printing import printable
 from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.shards.declare import recorded_counts
 from wdstrain.shards.index import Index
-from wdstrain.storage.files import check_folder_output, disk_errors, write_whole
+from wdstrain.storage.files import check_folder_output, disk_errors, put_whole, write_whole
 from wdstrain.training.checkpoint import CHECKPOINTS
 from wdstrain.training.config import CONFIG, METRICS, STAGES, read_lines, refuse
 from wdstrain.training.data import addresses, count_pixels
@@ -33,8 +34,8 @@ from wdstrain.training.report import History, largest, metric_text, write_report
 from wdstrain.training.run import Run
 from wdstrain.training.tasks import Monitor, Task
 
-STEPS, REPORT, BOARD = "steps.jsonl", "report.html", "tensorboard"
-_RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS}
+STEPS, REPORT, BOARD, RECORDED = "steps.jsonl", "report.html", "tensorboard", "recorded.parquet"
+_RUN_FILES = {CONFIG, METRICS, STEPS, REPORT, BOARD, RECORDED, CHECKPOINTS}
 _LOCK = ".lock"
 _ON_DEVICE = ("compute", "optimizer")
 _SHORTEST, _LONGEST = 0.5, 10.0  # seconds between looks at the loss, for which a GPU is waited for
@@ -209,10 +210,10 @@ class RunLog:
         events |= {f"time/{name}": window[name] / whole for name in STAGES}
         self._add_events(events, state.epoch * run.steps + state.step)
 
-    def epoch(self, details: Mapping[str, Any], best: str) -> None:
+    def epoch(self, details: Mapping[str, Any], best: str, recorded: Any) -> None:
         """Write the metrics of the last epoch and the report.
 
-        details: of its validation. best: sentence on the best epoch.
+        details: of its validation. best: sentence on the best epoch. recorded: table or None.
         """
         metrics = self._run.state.history[-1]
         with self._going_on():
@@ -227,7 +228,10 @@ class RunLog:
         self._add_events(values, (metrics["epoch"] + 1) * self._run.steps)
         with self._going_on():
             steps = read_lines(self._path(STEPS))
-            write_report(self._path(REPORT), self._run, best, steps, details)
+            write_report(self._path(REPORT), self._run, best, steps, details, recorded)
+        if recorded is not None:
+            with self._going_on(), put_whole(self._path(RECORDED)) as file:
+                parquet.write_table(recorded, file)
 
     def _add_events(self, values: Mapping[str, float], step: int) -> None:
         board, self._board = self._board, None  # a failed one writes no more
@@ -254,7 +258,7 @@ class RunLog:
         """Report errors of writing."""
         try:
             yield
-        except (OSError, StorageError) as error:
+        except (OSError, WdstrainError) as error:  # pictures of samples are read for the report
             cause = getattr(error, "strerror", None) or str(error).rstrip(".")
             self._run.setup.reporter.line(
                 f"{self._run.folder} cannot be written: {cause}. Training goes on."

@@ -277,9 +277,10 @@ def _finish_epoch(run: Run, signals: SignalHandler, log: RunLog) -> None:
     state.epoch, state.step, state.seconds = state.epoch + 1, 0, dict.fromkeys(STAGES, 0.0)
     state.best = metrics.get("val") if is_best else former
     state.since_best = run.monitor.waits(state.history, run.config.min_delta)[-1]
+    recorded = run.loader.recorded() if run.config.record else None
     if run.is_leader:
         best = best_sentence(state.history, state.best, run.monitor)
-        log.epoch(passes["val"][1] if passes else {}, best)
+        log.epoch(passes["val"][1] if passes else {}, best, recorded)
     for line in epoch_lines(title, state.history, run.monitor.name):
         report(line)
     run.call("on_epoch_end", metrics)
@@ -388,6 +389,13 @@ def _backward(run: Run, batch: Mapping[str, Any], group: int) -> None:
     loss = run.scaler.scale(losses.mean() / group)
     loss.backward()  # type: ignore[no-untyped-call]
     run.sums.add(outputs, targets, losses.detach())
+    if run.config.record:
+        right = (
+            {"right": run.task.heads[0].right(run.task.split(outputs)[0], targets[0])}
+            if outputs is not None and run.task.main_metric == "accuracy"  # of a single label
+            else {}
+        )
+        run.loader.record(batch, loss=losses, **right)
 
 
 def _update_weights(run: Run, update: int) -> None:

@@ -1,0 +1,561 @@
+"""`Loader.record` and `Loader.recorded`, and epochs whose weights are recorded values.
+
+A model in plain Python follows what is recorded: the mean of a sample in its newest epoch, and the
+weights of the next epoch. It shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import write_picture_shards, write_shards, write_tar
+from tests.support.children import Program
+from tests.support.outcomes import result_or_refusal
+
+COUNT = 21
+FIELDS = {"label": wt.label()}
+
+
+def loss_of(number: int, epoch: int) -> float:
+    """Return the loss of a sample in an epoch; exact as float32."""
+    return (number * 5 % 8) / 4 + 0.5**epoch
+
+
+def number_of(key: str) -> int:
+    return int(key[1:])
+
+
+@dataclass
+class Model:
+    """What should be known of each sample, by key: values of its newest epoch, and all of them."""
+
+    epochs: dict[str, int] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)
+    times: Counter[str] = field(default_factory=Counter)
+    smoothed: dict[str, float] = field(default_factory=dict)
+
+    def record(self, key: str, epoch: int, value: float) -> None:
+        if self.epochs.get(key) != epoch:
+            self.epochs[key], self.values[key] = epoch, []
+        self.values[key].append(value)
+        self.times[key] += 1
+
+    def mean(self, key: str) -> float:
+        return sum(self.values[key]) / len(self.values[key])
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "key": key,
+                "epoch": self.epochs[key],
+                "times": self.times[key],
+                "loss": self.mean(key),
+            }
+            for key in sorted(self.values)
+        ]
+
+    def weights(self, keys: list[str], epoch: int) -> dict[str, float]:
+        """Return the weights of the epoch that begins after `epoch`."""
+        for key in self.values:
+            if self.epochs[key] == epoch and math.isfinite(value := self.mean(key)):
+                self.smoothed[key] = (self.smoothed.get(key, value) + value) / 2
+        mean = sum(self.smoothed.values()) / len(self.smoothed)
+        return {key: 0.1 + 0.9 * self.smoothed.get(key, mean) / mean for key in keys}
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of a table, with NaN as a text, which equals itself."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return [{n: "nan" if v != v else v for n, v in row.items()} for row in rows]
+
+
+def equal_rows(table: pa.Table, model: Model) -> bool:
+    return rows_of(table) == [
+        {n: "nan" if v != v else v for n, v in row.items()} for row in model.rows()
+    ]
+
+
+def train(
+    loader: wt.Loader, epoch: int, model: Model | None = None, stop: int | None = None
+) -> Iterator[list[str]]:
+    """Record the losses of an epoch, and yield the keys of each batch."""
+    for step, batch in enumerate(loader):
+        if step == stop:
+            return
+        losses = [loss_of(number_of(key), epoch) for key in batch["__key__"]]
+        loader.record(batch, loss=losses)
+        valid = batch["__valid__"].tolist() if "__valid__" in batch else [True] * len(losses)
+        for key, value, is_valid in zip(batch["__key__"], losses, valid, strict=True):
+            if model is not None and is_valid:
+                model.record(key, epoch, value)
+        yield batch["__key__"]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tail", ["drop", "pad", "keep"])
+def test_recorded_values_are_those_of_the_model(shards: Path, workers: int, tail: Any) -> None:
+    """Samples of weight 3 occur three times in an epoch, some of weight 0 never."""
+    model, weights = Model(), [3.0, 0.0, 1.0] * 7
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "tail": tail}
+    with wt.Loader(shards, FIELDS, weights=weights, **options) as loader:
+        assert loader.recorded().num_rows == 0
+        for epoch in range(3):
+            list(train(loader, epoch, model))
+            table = loader.recorded()
+            assert table.column_names == ["key", "epoch", "times", "loss"]
+            assert equal_rows(table, model)
+    assert max(model.times.values()) > 6
+    assert min(map(number_of, model.times)) == 0
+    assert not any(number_of(key) % 3 == 1 for key in model.times)
+
+
+def test_a_sample_that_occurs_again_gets_the_mean_of_its_values_in_the_epoch(shards: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 7, "weights": [2.0] * COUNT}
+    values: dict[str, list[float]] = {}
+    with wt.Loader(shards, FIELDS, **options) as loader:
+        for step, batch in enumerate(loader):
+            numbers = [step + row / 4 for row in range(7)]
+            loader.record(batch, score=np.array(numbers))
+            for key, number in zip(batch["__key__"], numbers, strict=True):
+                values.setdefault(key, []).append(number)
+        rows = loader.recorded().to_pylist()
+    assert {row["key"]: row["score"] for row in rows} == {k: sum(v) / 2 for k, v in values.items()}
+    assert {row["times"] for row in rows} == {2}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda values: values,
+        lambda values: tuple(values),
+        lambda values: np.array(values, np.float16),
+        lambda values: torch.tensor(values, dtype=torch.bfloat16),
+        lambda values: torch.tensor(values, requires_grad=True) * 2,
+        lambda values: torch.tensor(values) > 1,
+        lambda values: [torch.tensor(value) for value in values],
+    ],
+    ids=["list", "tuple", "float16", "bfloat16", "with a gradient", "flags", "tensors"],
+)
+def test_values_have_any_form_of_one_number_per_row(
+    shards: Path, form: Callable[[list[float]], Any]
+) -> None:
+    values = [0.5, 1.5, -2.0, 0.0]
+    expected = torch.as_tensor(form(values)).tolist()
+    with wt.Loader(shards, FIELDS, batch_size=4, shuffle=False) as loader:
+        for batch in loader:
+            loader.record(batch, a=form(values))
+            break
+        assert loader.recorded().column("a").to_pylist() == expected
+
+
+def test_columns_have_a_value_where_they_were_recorded_and_nan_and_infinity_stay(
+    shards: Path,
+) -> None:
+    with wt.Loader(shards, FIELDS, batch_size=3, shuffle=False) as loader:
+        batches = iter(loader)
+        loader.record(next(batches), a=[1, 2, 3])
+        loader.record(next(batches), a=[math.nan, math.inf, -math.inf], b=[1e300, 5, 6])
+        loader.record(next(batches), b=[7, 8, 9])
+        table = loader.recorded()
+    assert table.column("key").to_pylist() == [f"s{n:06d}" for n in range(9)]
+    assert rows_of(table.select(["a", "b"])) == [
+        *({"a": value, "b": None} for value in (1, 2, 3)),
+        *({"a": "nan", "b": math.inf}, {"a": math.inf, "b": 5}, {"a": -math.inf, "b": 6}),
+        *({"a": None, "b": value} for value in (7, 8, 9)),
+    ]
+    assert set(table.column("times").to_pylist()) == {1}
+    assert {str(table.schema.field(n).type) for n in "ab"} == {"float"}
+
+
+@pytest.mark.parametrize("on_error", ["replace", "mark"])
+def test_a_row_without_its_own_sample_is_not_recorded(tmp_path: Path, on_error: Any) -> None:
+    bad = {3, 4, 11}
+    shards = write_picture_shards(tmp_path, [10, 10], bad)
+    fields = {"image": wt.image(size=8), "label": wt.label()}
+    options: dict[str, Any] = {"on_error": on_error, "max_errors": 1.0, "tail": "pad"}
+    with wt.Loader(shards, fields, batch_size=8, **options) as loader:
+        for batch in loader:
+            loader.record(batch, loss=torch.ones(8))
+        table = loader.recorded()
+    assert [number_of(key) for key in table.column("key").to_pylist()] == [
+        number for number in range(20) if number not in bad
+    ]
+    assert set(table.column("times").to_pylist()) == {1}
+
+
+def test_a_copied_batch_and_the_last_batch_after_the_loop_can_be_recorded(shards: Path) -> None:
+    with wt.Loader(shards, FIELDS, batch_size=4) as loader:
+        for batch in wt.to_device(loader, "cpu"):
+            loader.record(batch, loss=batch["label"].double())
+        assert loader.recorded().num_rows == 20
+        loader.record(batch := next(iter(loader)), loss=batch["label"])
+        assert Counter(loader.recorded().column("epoch").to_pylist())[1] == 4
+
+
+def test_a_selection_and_a_mixture_are_recorded_by_their_own_samples(tmp_path: Path) -> None:
+    a, b = (wt.index(write_shards(tmp_path / name, [9])) for name in "ab")
+    with wt.Loader(a, FIELDS, where="key > 's000004'", batch_size=2) as loader:
+        list(train(loader, 0))
+        assert len(loader.recorded()) == 4
+    with wt.mix({"a": a, "b": b}, FIELDS, batch_size=6) as mixed:
+        for batch in mixed:
+            mixed.record(batch, source=[name == "b" for name in batch["__source__"]])
+        table = mixed.recorded()
+    assert len(table) == 18
+    assert table.column("source").to_pylist() == [0] * 9 + [1] * 9
+
+
+def test_a_loaded_state_begins_the_table_anew_and_a_copy_has_its_own(shards: Path) -> None:
+    with wt.Loader(shards, FIELDS, batch_size=4) as loader:
+        list(train(loader, 0, stop=2))
+        for other in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+            assert other.recorded() == loader.recorded()
+            for batch in other:
+                other.record(batch, score=[1] * 4)
+                break
+            other.close()
+            assert "score" in other.recorded().column_names
+        assert loader.recorded().column_names == ["key", "epoch", "times", "loss"]
+        loader.load_state_dict(loader.state_dict())
+        assert loader.recorded().num_rows == 0
+
+
+def numbered(values: Any, **names: Any) -> Callable[[wt.Loader, Any], None]:
+    """Return a call of `record` with these values as `loss`. names: others, in its place."""
+    return lambda loader, batch: loader.record(batch, **(names or {"loss": values}))
+
+
+ERRORS: list[tuple[Callable[[wt.Loader, Any], None], str]] = [
+    (lambda loader, batch: loader.record(batch), "without values"),
+    (numbered([1, 2, 3]), r"loss is a list of shape \[3\]: .* one number for each of the 4 rows"),
+    (numbered(torch.tensor(1.0)), r"loss is a Tensor of shape \[\]: .* reduction='none'"),
+    (numbered(torch.ones(4, 1)), r"shape \[4, 1\]"),
+    (numbered([[1], [2, 3], 4, 5]), "loss is .* one number for each of the 4 rows"),
+    (numbered(["a"] * 4), "loss is .* one number for each of the 4 rows"),
+    (numbered([None] * 4), "loss is .* one number for each of the 4 rows"),
+    (numbered(torch.ones(4, dtype=torch.complex64)), "loss is .* one number for each"),
+    (numbered(3.0), r"float of shape \[\]"),
+    *(
+        (numbered(0, **{name: [1] * 4}), f"'{name}'.*another name")
+        for name in ("key", "epoch", "times", "cls", "a;b", " ", "json.a")
+    ),
+    (
+        lambda loader, batch: [loader.record(batch, a=[1] * 4) for _ in range(2)] and None,
+        "this batch was recorded already",
+    ),
+    (lambda loader, batch: loader.record([1], a=[1] * 4), "delivered last"),  # type: ignore[arg-type]
+    (lambda loader, batch: loader.record({}, a=[1] * 4), "delivered last"),
+    (
+        lambda loader, batch: loader.record({"__key__": batch["__key__"][::-1]}, a=[1] * 4),
+        "delivered last",
+    ),
+]
+
+
+def test_wrong_values_are_refused_with_one_clear_error(shards: Path) -> None:
+    with wt.Loader(shards, FIELDS, batch_size=4) as loader:
+        before = next(iter(loader))
+        for call, message in ERRORS:
+            batch = next(iter(loader))
+            with pytest.raises(wt.UsageError, match=message):
+                call(loader, batch)
+        with pytest.raises(wt.UsageError, match="delivered last"):
+            loader.record(before, loss=[1] * 4)
+        assert loader.recorded().column_names == ["key", "epoch", "times", "a"]
+        batch = next(loader.epoch(1))
+        with pytest.raises(wt.UsageError, match=r"epoch 1 .* values of epoch \d+"):
+            loader.record(batch, a=[1] * 4)
+    with pytest.raises(wt.UsageError, match="delivered last"):
+        wt.Loader(shards, FIELDS, batch_size=4).record(before, loss=[1] * 4)
+
+
+# --- join -----------------------------------------------------------------------------------------
+
+
+def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> None:
+    packed = tmp_path / "set"
+    wt.pack(({"__key__": f"s{n:06d}", "cls": n % 3} for n in range(COUNT)), packed)
+    with wt.Loader(packed, FIELDS, batch_size=4) as loader:
+        list(train(loader, 0))
+        table = loader.recorded()
+    index = wt.open(packed).join(table, on="key")
+    hard = index.where("loss >= 2 and times == 1 and epoch == 0")
+    chosen = [key for key in table.column("key").to_pylist() if loss_of(number_of(key), 0) >= 2]
+    assert chosen
+    assert sorted(hard.keys(np.arange(len(hard)))) == sorted(chosen)
+    counts = wt.join(packed, table, on="key")
+    assert (counts.matched, counts.columns) == (20, dict.fromkeys(("epoch", "times", "loss"), 1))
+    with wt.Loader(packed, FIELDS, where="times > 0", weights="loss", batch_size=4) as loader:
+        list(train(loader, 0))  # `loss` is the joined column, which can be recorded anew
+        assert wt.join(packed, loader.recorded()).replaced == ["epoch", "times", "loss"]
+
+
+def test_keys_that_occur_in_two_shards_are_named_when_the_table_is_joined(tmp_path: Path) -> None:
+    for name in "ab":
+        write_tar(tmp_path / f"{name}.tar", [(key, {"cls": b"1"}) for key in ("same", name)])
+    with wt.Loader(tmp_path, FIELDS, batch_size=4) as loader:
+        for batch in loader:
+            loader.record(batch, loss=[1, 2, 3, 4])
+        table = loader.recorded()
+        assert Counter(table.column("key").to_pylist()) == {"same": 2, "a": 1, "b": 1}
+        with pytest.raises(wt.UsageError, match="several samples have the same value.*'same'"):
+            loader.index.join(table, on="key")
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_are_drawn_in_proportion_to_the_smoothed_losses(shards: Path, workers: int) -> None:
+    model, keys = Model(), [f"s{n:06d}" for n in range(COUNT)]
+    weights, orders = dict.fromkeys(keys, 1.0), []
+    options: dict[str, Any] = {"batch_size": 4, "tail": "keep", "num_workers": workers}
+    with wt.Loader(shards, FIELDS, weights="loss", **options) as loader:
+        for epoch in range(6):
+            batches = list(train(loader, epoch, model))
+            counts = Counter(chain.from_iterable(batches))
+            assert len(batches) == len(loader) == 6
+            assert counts.total() == COUNT
+            assert loader.plan(epoch).weights == pytest.approx(list(weights.values()), rel=1e-6)
+            for key, weight in weights.items():
+                assert math.floor(weight - 1e-6) <= counts[key] <= math.ceil(weight + 1e-6)
+            weights = model.weights(keys, epoch)
+            planned = loader.plan(epoch).delivery(0, 0, len(loader)).ids
+            assert loader.index.keys(planned) == list(chain.from_iterable(batches))
+            orders.append(batches)
+        assert equal_rows(loader.recorded(), model)
+        assert loader.report()["samples"] == COUNT
+    assert max(weights.values()) > 1.5  # samples occur twice
+    assert len({str(sorted(chain.from_iterable(order))) for order in orders[1:]}) > 1
+    with wt.Loader(shards, FIELDS, weights="loss", **{**options, "num_workers": 1}) as other:
+        assert orders == [list(train(other, epoch)) for epoch in range(6)]
+
+
+def test_totals_follow_the_weights_over_many_epochs(tmp_path: Path) -> None:
+    """A fifth of the samples has ten times the loss; the least weight is 0.1 of the mean."""
+    shards, counts = write_shards(tmp_path, [60, 40]), Counter[bool]()
+    with wt.Loader(shards, FIELDS, weights="loss", batch_size=10) as loader:
+        for epoch in range(11):
+            for batch in loader:
+                loader.record(batch, loss=[10.0 if n % 5 == 0 else 0.0 for n in batch["label"]])
+                if epoch:
+                    counts.update(bool(n % 5 == 0) for n in batch["label"])
+    assert counts.total() == 1000
+    assert 910 <= counts[True] <= 930  # 20 samples of weight 4.6
+
+
+def test_a_sample_without_a_finite_value_keeps_the_mean_weight(shards: Path) -> None:
+    """Zeros only give equal weights, and so does an epoch in which nothing was finite."""
+    for value in (math.nan, math.inf, 0.0):
+        with wt.Loader(shards, FIELDS, weights="loss", batch_size=7) as loader:
+            for _ in range(2):
+                for batch in loader:
+                    loader.record(batch, loss=[value] * 7)
+            assert set(loader.recorded().column("times").to_pylist()) == {2}
+    with wt.Loader(shards, FIELDS, weights="loss", batch_size=7) as loader:
+        for batch in loader:
+            loader.record(
+                batch, loss=[math.nan if n < 7 else 10.0 * (n == 7) for n in batch["label"]]
+            )
+        numbers = Counter(n for batch in train(loader, 1) for n in map(number_of, batch))
+    assert all(numbers[n] == 1 for n in range(7))  # of weight 1
+    assert numbers[7] == 7 - sum(numbers[n] for n in range(8, 21)) + 7
+
+
+@pytest.mark.parametrize("stop", [(0, 3), (1, 0), (2, 4), (3, 1)])
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0)])
+def test_a_resumed_run_has_the_order_and_the_values_of_an_undisturbed_one(
+    shards: Path, stop: tuple[int, int], workers: tuple[int, int]
+) -> None:
+    options: dict[str, Any] = {"weights": "loss", "batch_size": 4, "tail": "pad"}
+    with wt.Loader(shards, FIELDS, **options) as loader:
+        whole = [list(train(loader, epoch)) for epoch in range(5)]
+        table = loader.recorded()
+    with wt.Loader(shards, FIELDS, num_workers=workers[0], **options) as loader:
+        got = [list(train(loader, epoch)) for epoch in range(stop[0])]
+        batches = train(loader, stop[0])
+        got.append([next(batches) for _ in range(stop[1])])
+        state = json.loads(json.dumps(loader.state_dict()))
+        copied = pickle.loads(pickle.dumps(loader))
+    assert got == [*whole[: stop[0]], whole[stop[0]][: stop[1]]]
+    with wt.Loader(shards, FIELDS, num_workers=workers[1], **options) as resumed:
+        list(train(resumed, 0, stop=2))  # which the state replaces
+        resumed.load_state_dict(state)
+        for again in (resumed, copied):
+            rest = [list(train(again, epoch)) for epoch in range(stop[0], 5)]
+            assert rest == [whole[stop[0]][stop[1] :], *whole[stop[0] + 1 :]]
+            assert again.recorded() == table
+    copied.close()
+
+
+def test_the_plan_of_an_epoch_that_was_begun_stays_and_others_are_refused(shards: Path) -> None:
+    with wt.Loader(shards, FIELDS, weights="loss", batch_size=4) as loader:
+        with pytest.raises(wt.UsageError, match="epoch 1 .* when it begins"):
+            loader.plan(1)
+        first = loader.plan(0).delivery(0, 0, 5).ids.tolist()
+        list(train(loader, 0))
+        for epoch in (1, 2, 3):
+            begun = train(loader, epoch)
+            keys = next(begun)
+            plan = loader.plan(epoch).delivery(0, 0, 5).ids
+            assert loader.index.keys(plan[:4]) == keys
+            keys += [key for batch in begun for key in batch]
+            assert loader.index.keys(plan) == keys
+            assert loader.plan(epoch).delivery(0, 0, 5).ids.tolist() == plan.tolist()
+        again = [key for batch in loader.epoch(3) for key in batch["__key__"][:0] or [batch]]
+        assert len(again) == 5  # the newest epoch can be read again
+        assert loader.plan(0).delivery(0, 0, 5).ids.tolist() == first
+        for number in (1, 9):
+            with pytest.raises(wt.UsageError, match=f"epoch {number} .* epoch 3"):
+                next(loader.epoch(number)) if number == 1 else loader.plan(9)
+
+
+def test_an_epoch_with_larger_samples_than_the_first_is_delivered(tmp_path: Path) -> None:
+    """Memory is reserved for them: a few large samples make up most of the later epochs."""
+    samples = [(f"k{n:03d}", {"txt": b"x" * (200_000 if n < 3 else 10)}) for n in range(300)]
+    write_tar(tmp_path / "a.tar", samples)
+    with wt.Loader(tmp_path, {"txt": wt.text()}, weights="size", batch_size=30) as column:
+        assert len(column) > 10  # a column of every index
+    with wt.Loader(tmp_path, {"txt": wt.text()}, weights="length", batch_size=30) as loader:
+        for epoch in range(3):
+            long = 0
+            for batch in loader:
+                lengths = [len(text) for text in batch["txt"]]
+                loader.record(batch, length=lengths)
+                long += sum(length > 10 for length in lengths)
+            assert long == 3 if epoch == 0 else 250 < long < 290
+
+
+WEIGHT_ERRORS: list[tuple[dict[str, Any], Any, str]] = [
+    (
+        {"weights": "lose"},
+        [1.0] * 4,
+        "weights='lose': nothing was recorded.*columns are label, often",
+    ),
+    ({"weights": "loss"}, [1.0, -0.5, 1.0, 1.0], "-0.5 .* 'k001'.*must be >= 0"),
+    ({"weights": "loss", "world_size": 2, "rank": 0}, [1.0] * 4, "torch.distributed"),
+    ({"weights": "often"}, [1.0] * 4, ""),
+    ({"weights": "json"}, [1.0] * 4, "there is no column 'json'"),
+    ({"weights": "a;b"}, [1.0] * 4, "there is no column 'a;b'"),
+    ({"weights": ""}, [1.0] * 4, "not the name of a column"),
+    ({"weights": "loss", "balance": "cls"}, [1.0] * 4, "both given"),
+    ({"weights": "loss", "buckets": "cls"}, [1.0] * 4, "buckets was given with weights"),
+]
+
+
+@pytest.mark.parametrize(("options", "losses", "message"), WEIGHT_ERRORS)
+def test_weights_that_cannot_be_drawn_end_in_one_clear_error(
+    tmp_path: Path, options: dict[str, Any], losses: list[float], message: str
+) -> None:
+    rows = ({"__key__": f"k{n:03d}", "cls": n % 2, "json": {"often": n % 3}} for n in range(COUNT))
+    wt.pack(rows, tmp_path, shuffle=False)
+
+    def two_epochs() -> None:
+        with wt.Loader(tmp_path, FIELDS, batch_size=4, shuffle=False, **options) as loader:
+            for batch in chain(loader, loader):
+                loader.record(batch, loss=losses)
+
+    if message:
+        with pytest.raises(wt.UsageError, match=message):
+            two_epochs()
+    else:
+        two_epochs()
+
+
+def test_a_state_of_other_weights_or_without_values_is_refused(shards: Path) -> None:
+    recorded = wt.Loader(shards, FIELDS, weights="loss", batch_size=4)
+    list(train(recorded, 0))
+    state = json.loads(json.dumps(recorded.state_dict()))
+    with pytest.raises(wt.UsageError, match="weights"):
+        wt.Loader(shards, FIELDS, batch_size=4).load_state_dict(state)
+    with pytest.raises(wt.UsageError, match="weights was"):
+        wt.Loader(shards, FIELDS, weights="score", batch_size=4).load_state_dict(state)
+    for broken in (
+        {},
+        {"epoch": 0},
+        [],
+        {**state["recorded"], "columns": {"loss": "eJwDAAAAAAE="}},
+    ):
+        refused = result_or_refusal(
+            lambda broken=broken: recorded.load_state_dict({**state, "recorded": broken})
+        )
+        assert "holds no recorded values" in str(refused)
+    recorded.load_state_dict(state)
+    assert len(list(train(recorded, 1))) == 5
+    recorded.close()
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+RANK = """
+import json, sys
+import torch.distributed as dist
+import wdstrain as wt
+from tests.loader.test_recording import FIELDS, rows_of, train
+
+rank, world, meeting, folder, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+begin, end, stop = json.loads(sys.argv[6])
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+options = {"batch_size": 4 // world, "lanes": 2, "weights": "loss", "tail": "pad"}
+with wt.Loader(folder, FIELDS, num_workers=rank, **options) as loader:
+    if begin:
+        loader.load_state_dict(json.load(open(out)))
+    epochs = [list(train(loader, epoch)) for epoch in range(*([0, end] if not begin else begin))]
+    if stop is not None:
+        batches = train(loader, end)
+        epochs.append([next(batches) for _ in range(stop)])
+        state = loader.state_dict()
+        if rank == 0:
+            json.dump(state, open(out, "w"))
+    print(json.dumps([epochs, rows_of(loader.recorded())]))
+dist.destroy_process_group()
+"""
+
+
+def run_ranks(world: int, folder: Path, out: Path, *position: Any) -> tuple[list[Any], Any]:
+    """Return the keys of each global batch by epoch, in order, and the recorded rows of all ranks."""
+    meeting = out.with_name(f"meeting-{world}-{position}".replace(" ", ""))
+    words = [world, meeting, folder, out, json.dumps(position)]
+    programs = [Program(RANK, rank, *words) for rank in range(world)]
+    ended = [program.end() for program in programs]
+    assert [rank.status for rank in ended] == [0] * world, ended
+    printed = [json.loads(rank.out) for rank in ended]
+    assert all(rows == printed[0][1] for _, rows in printed)
+    epochs = [
+        [list(chain.from_iterable(step)) for step in zip(*ranks, strict=True)]
+        for ranks in zip(*(epochs for epochs, _ in printed), strict=True)
+    ]
+    return epochs, printed[0][1]
+
+
+def test_ranks_draw_the_same_epochs_as_one_and_resume_on_another_number(tmp_path: Path) -> None:
+    """State and table are those of all ranks. With fixed lanes the global batches are the same."""
+    shards = write_shards(tmp_path / "shards", [7, 13, 1])
+    whole, rows = run_ranks(1, shards, tmp_path / "none", None, 5, None)
+    assert run_ranks(2, shards, tmp_path / "none", None, 5, None) == (whole, rows)
+    assert any(row["times"] > 5 for row in rows)
+    for first, second in ((2, 2), (2, 1), (1, 2)):
+        state = tmp_path / f"state-{first}-{second}"
+        before, _ = run_ranks(first, shards, state, None, 2, 3)
+        after, again = run_ranks(second, shards, state, [2, 5], 5, None)
+        assert before == [*whole[:2], whole[2][:3]]
+        assert after == [whole[2][3:], *whole[3:]]
+        assert again == rows
