@@ -45,15 +45,15 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3082,
+    "conversion": 3072,
     "training": 2896,
-    "inspection": 1425,
+    "inspection": 1418,
     "loader": 1297,
     "shards": 2391,
     "decode": 1342,
     "storage": 1057,
     "reader": 486,
-    "cli": 526,
+    "cli": 525,
     "runtime": 404,
     "tuning": 218,
     "order": 509,
