@@ -45,15 +45,15 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3080,
+    "conversion": 3070,
     "training": 2925,
-    "inspection": 1425,
+    "inspection": 1418,
     "loader": 1405,
     "shards": 2363,
     "decode": 1337,
     "storage": 1055,
     "reader": 476,
-    "cli": 526,
+    "cli": 525,
     "runtime": 402,
     "tuning": 218,
     "order": 501,

@@ -40,7 +40,7 @@ from wdstrain.errors import UsageError
 from wdstrain.inspection.result import rows_of
 from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import Reporter, print_message
-from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.runtime.options import REQUIRED, option, refuse
 from wdstrain.shards.options import CheckedOptions, IndexOptions
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ def with_kind(words: Sequence[str]) -> Sequence[str]:
     kind = "" if source in {row[0] for row in _KINDS} else _kind_of_source(source)
     if not kind:
         return words
-    if kind == "arrays":
-        raise UsageError(
-            f"{source}: each array has a name.",
-            f"Run: wdstrain convert arrays OUT --field NAME={source}",
-        )
+    refuse(
+        kind == "arrays",
+        f"{source}: each array has a name.",
+        f"Run: wdstrain convert arrays OUT --field NAME={source}",
+    )
     if not {"-q", "--quiet"} & {*words}:
         print_message(f"note: {source} is packed as by: wdstrain convert {kind}")
     return [words[0], kind, *words[1:]]

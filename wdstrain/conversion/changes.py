@@ -84,12 +84,12 @@ def check_keys(former: Index, new: Iterable[str], out: str) -> None:
     known = {key.casefold(): key for key in former.keys(np.arange(len(former)))}
     keys = list(new)
     twice = [key for key in keys if key.casefold() in known]
-    if twice:
-        raise UsageError(
-            f"{len(twice)} of {len(keys)} keys are in {out} already, such as '{twice[0]}'. A key "
-            "names one sample.",
-            "Remove these samples from the source, or from the set with: wdstrain remove",
-        )
+    refuse(
+        twice,
+        f"{len(twice)} of {len(keys)} keys are in {out} already, such as "
+        f"'{next(iter(twice), '')}'. A key names one sample.",
+        "Remove these samples from the source, or from the set with: wdstrain remove",
+    )
 
 
 def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
@@ -153,22 +153,23 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
 
 def _check_fields(former: Index, new: Index, out: str) -> None:
     extra = [name for name in new.fields if name not in former.fields]
-    if extra:
-        raise UsageError(
-            f"the new samples have the field '{extra[0]}', which {out} does not have. Its fields "
-            f"are: {', '.join(former.fields)}.",
-            "Drop the field, or convert into another folder.",
-        )
+    refuse(
+        extra,
+        f"the new samples have the field '{next(iter(extra), '')}', which {out} does not have. Its "
+        f"fields are: {', '.join(former.fields)}.",
+        "Drop the field, or convert into another folder.",
+    )
     in_all, now = (
         [name for name in part.fields if not part.offsets.extents[name][0].null_count]
         for part in (former, new)
     )
-    if not set(in_all) <= set(now):
-        missing = next(name for name in in_all if name not in now)
-        raise UsageError(
-            f"every sample of {out} has the field '{missing}', but not every new sample.",
-            "Add the field, or convert into another folder.",
-        )
+    missing = [name for name in in_all if name not in now]
+    refuse(
+        missing,
+        f"every sample of {out} has the field '{next(iter(missing), '')}', but not every new "
+        "sample.",
+        "Add the field, or convert into another folder.",
+    )
 
 
 def _counted(info: dict[str, Any], index: Index) -> dict[str, Any]:

@@ -199,11 +199,11 @@ def decide(
                     zero = f"0 is {shown(known[0])}"
                     lines.append(f"label {name}: its numbers count the given classes: {zero}")
             good = _read(good, partial(_named, by_text), bad, name)
-    if not good:
-        raise UsageError(
-            f"{place}: no value fits {name}:{kind}: {next(iter(bad.values()))}.",
-            "Name another column, or another kind.",
-        )
+    refuse(
+        not good,
+        f"{place}: no value fits {name}:{kind}: {next(iter(bad.values()), '')}.",
+        "Name another column, or another kind.",
+    )
     label = ColumnInfo(name, kind, "json", name, classes)
     fit = f"{counts[list(good)].sum()} of {counts.sum()} values fit"
     stored = [good.get(code, value) for code, value in enumerate(values)]

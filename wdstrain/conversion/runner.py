@@ -221,7 +221,7 @@ class _Run:
         except (UsageError, _NothingError) as error:  # there is nothing to resume
             staging.discard()
             if isinstance(error, _NothingError) and not self.former and not staging.is_bucket:
-                self._write_lists(staging.shown, [], None)
+                self._write_lists(staging.shown, [])
             raise
 
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
@@ -309,7 +309,7 @@ class _Run:
             staging.discard()
             return replace(result, index=former, kept=len(former.shards))
         lists = self._write_lists(
-            staging.folder(), renamed, staging.target.read if former else None
+            staging.folder(), renamed, staging.target.read if former else lambda name: None
         )
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
@@ -353,7 +353,7 @@ class _Run:
         self,
         folder: str,
         renamed: list[dict[str, str]],
-        read: Callable[[str], bytes | None] | None,
+        read: Callable[[str], bytes | None] = lambda name: None,
     ) -> list[str]:
         """Write the lists of skipped and of renamed samples into a folder, and return their names.
 
@@ -362,8 +362,7 @@ class _Run:
         lists = {SKIPPED_NAME: [bad.portable() for bad in self.bad.bad], RENAMED_NAME: renamed}
         written = [name for name, rows in lists.items() if rows]
         for name in written:
-            before = read(name) if read is not None else None
-            data = (before or b"") + b"".join(map(json_bytes, lists[name]))
+            data = (read(name) or b"") + b"".join(map(json_bytes, lists[name]))
             write_whole(os.path.join(folder, name), data)
         return written
 

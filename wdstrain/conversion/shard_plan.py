@@ -80,10 +80,10 @@ def plan_shards(
         split = np.array([names.index(name) for name in own], np.int64)[catalog.split[order]]
     check_splits(names, known)
     members = {name: order[split == number] for number, name in enumerate(names)}
-    empty = [name for name, mine in members.items() if not len(mine)]
-    if empty and options.split:
-        raise UsageError(
-            f"the split '{empty[0]}' gets none of {len(order)} samples.",
+    for name, mine in members.items():
+        refuse(
+            options.split and not len(mine),
+            f"the split '{name}' gets none of {len(order)} samples.",
             "Give it a larger share, or more samples.",
         )
     sizes = {name: catalog.sizes[mine] for name, mine in members.items() if len(mine)}

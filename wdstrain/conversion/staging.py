@@ -365,13 +365,19 @@ class Staging(AbstractContextManager["Staging"]):
         }
         staged = sorted(columns.intersection(os.listdir(self.folder())))
         moved = self._files | {n: n for n in (*files, *staged, TABLE_NAME, INDEX_NAME)}
-        former = list(filter(VALUE_FILE.fullmatch, self._names))
-        former += [shard.name for shard in self._former.shards]
-        former += [] if self._is_change else [SKIPPED_NAME, RENAMED_NAME]
+        former = [
+            *filter(VALUE_FILE.fullmatch, self._names),
+            *(shard.name for shard in self._former.shards),
+            *(() if self._is_change else (SKIPPED_NAME, RENAMED_NAME)),
+        ]
         kept = {*moved, *columns, *(shard.name for shard in index.shards)}
         gone = [name for name in former if name not in kept]
-        record: dict[str, Any] = {"files": moved, "gone": gone, "replaces": not self._is_change}
-        record["before"] = _digest(self._index)
+        record: dict[str, Any] = {
+            "files": moved,
+            "gone": gone,
+            "replaces": not self._is_change,
+            "before": _digest(self._index),
+        }
         save_index(index, self.folder())
         write_whole(os.path.join(self.path, _COMMIT), json_bytes(record))
         self._complete(**record)

@@ -21,7 +21,7 @@ import numpy as np
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.staging import Staging
-from wdstrain.errors import ShardError, UsageError
+from wdstrain.errors import ShardError
 from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.scan import (
     Entry,
@@ -40,7 +40,7 @@ from wdstrain.inspection.scan import (
 from wdstrain.inspection.verify import ShardsRead
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted, printable
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import refuse, takes
 from wdstrain.shards.declare import with_labels
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.offsets import Offsets
@@ -97,18 +97,19 @@ def repair(options: RepairOptions) -> Repair:
 
 def _check(out: str, paths: list[str]) -> None:
     """Raise UsageError for a folder that cannot hold the repaired shards."""
-    if is_remote(out):
-        raise UsageError(
-            f"{redacted(out)}: repaired shards are written to a local folder.", "Name one."
-        )
+    refuse(
+        is_remote(out),
+        f"{redacted(out)}: repaired shards are written to a local folder.",
+        "Name one.",
+    )
     folders = [os.path.dirname(path) or "." for path in paths if not is_remote(path)]
-    if os.path.realpath(out) in map(os.path.realpath, folders):
-        raise UsageError(
-            f"{out} is the folder of the shards, which is never written to.", "Name another one."
-        )
+    refuse(
+        os.path.realpath(out) in map(os.path.realpath, folders),
+        f"{out} is the folder of the shards, which is never written to.",
+        "Name another one.",
+    )
     for name, count in Counter(map(name_of, paths)).items():
-        if count > 1:
-            raise UsageError(f"two shards are named {name}.", "Repair their folders one by one.")
+        refuse(count > 1, f"two shards are named {name}.", "Repair their folders one by one.")
 
 
 def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> Index:

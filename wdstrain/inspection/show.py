@@ -28,7 +28,7 @@ from wdstrain.loader.loader import Loader
 from wdstrain.order.rng import bits
 from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import table_text
-from wdstrain.runtime.options import format_size, takes
+from wdstrain.runtime.options import format_size, refuse, takes
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
@@ -68,8 +68,7 @@ class Peek(list[SampleView]):
         Raises UsageError for another ending, StorageError if it cannot be written.
         """
         name = os.fspath(path)
-        if not name.lower().endswith(".png"):
-            raise UsageError(f"{name}: the file must end in .png.")
+        refuse(not name.lower().endswith(".png"), f"{name}: the file must end in .png.")
         write_whole(name, self._repr_png_())
         return name
 
@@ -106,11 +105,11 @@ def peek(options: PeekOptions) -> Peek:
     not exist.
     """
     source = options.source
-    if isinstance(source, (Iterator, Mapping, Loader)):
-        raise UsageError(
-            f"samples of shards are shown, not those of a {type(source).__name__}.",
-            "Give their address, or the index of a loader: loader.index.",
-        )
+    refuse(
+        isinstance(source, (Iterator, Mapping, Loader)),
+        f"samples of shards are shown, not those of a {type(source).__name__}.",
+        "Give their address, or the index of a loader: loader.index.",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about odd images that it can show
         return _peek_shards(source, options)
@@ -124,8 +123,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     if not (isinstance(source, Index) or by_class or options.order == "random"):
         first = _first_samples(source, options.n)
     index = first or open_index(source, note=_log.warning)
-    if not len(index):
-        raise UsageError("these shards hold no samples.", "Check the address.")
+    refuse(not len(index), "these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
     notes, total = list[str](), len(index)
     if by_class:
@@ -204,9 +202,8 @@ def _by_class(
 
     labels: the only label with classes. Evenly: one of each class, then a second of each, and so on.
     """
-    if len(labels) != 1:
-        names = ", ".join(label.name for label in labels) or "none of these shards"
-        raise UsageError(f"choose the label with the classes (label): {names}.")
+    names = ", ".join(label.name for label in labels) or "none of these shards"
+    refuse(len(labels) != 1, f"choose the label with the classes (label): {names}.")
     ids, codes, held = _class_codes(index, labels[0])
     known = labels[0].classes or sorted(held, key=lambda name: (len(name), name))
     for name in wanted.classes:

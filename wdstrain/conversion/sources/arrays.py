@@ -159,11 +159,11 @@ def _row_count(title: str, arrays: Mapping[str, Rows]) -> int:
         arrays={"image": "images.npy"},
     )
     lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays.values()}
-    if -1 in lengths or len(lengths) > 1:
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise UsageError(
-            f"{title}: all arrays must have one row for each sample, but their shapes are {shapes}."
-        )
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+    refuse(
+        -1 in lengths or len(lengths) > 1,
+        f"{title}: all arrays must have one row for each sample, but their shapes are {shapes}.",
+    )
     return lengths.pop()
 
 
