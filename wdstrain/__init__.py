@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from wdstrain.conversion.changes import remove
     from wdstrain.conversion.join import join
+    from wdstrain.decode.boxes import boxes
     from wdstrain.decode.fields import Example, Field, array, image, json, mask
     from wdstrain.decode.labels import label, number, text
     from wdstrain.errors import (
@@ -88,6 +89,7 @@ __all__ = [
     "WebDataset",
     "array",
     "bench",
+    "boxes",
     "convert_arrays",
     "convert_folder",
     "convert_hdf5",
@@ -127,6 +129,7 @@ _NAMES = {
     "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
     "conversion.changes": "remove",
     "conversion.join": "join",
+    "decode.boxes": "boxes",
     "decode.fields": "Example Field array image json mask",
     "decode.labels": "label number text",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",

@@ -36,6 +36,7 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
+from wdstrain.decode.boxes import fitted
 from wdstrain.decode.codecs import FIRST_TRANSPOSED, decode_image, open_picture, resize
 from wdstrain.decode.formats import (
     BY_EXTENSION,
@@ -45,7 +46,7 @@ from wdstrain.decode.formats import (
     is_image,
 )
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.shards.declare import is_mask
+from wdstrain.shards.declare import is_boxes, is_mask
 
 if TYPE_CHECKING:
     import torch
@@ -267,10 +268,15 @@ class Recipe:
                     f"its {field} does not begin as an image does, but with {data[:12]!r}"
                 )
         masks = [part for part in parts if is_mask(part[0])]
-        photo = photo_of(parts) if masks or self.changes else None
+        has_boxes = any(is_boxes(field) for field, _ in parts)
+        photo = photo_of(parts) if masks or has_boxes or self.changes else None
         if photo is not None:
             for mask in masks:
                 check_mask(mask, photo)
+            parts = [
+                (name, fitted(data, photo[1], self._smaller) if is_boxes(name) else data)
+                for name, data in parts
+            ]
         if not self.changes and self.check != "decode":
             return list(parts)
         names, made = {field for field, _ in parts}, []

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batches import BadSample, Layout, ReadBatch, Result, reason_of, substitute
+from wdstrain.decode.boxes import BoxBatch, Boxes, flattened
 from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import DRAWS, Draws
@@ -107,7 +108,9 @@ class Decoder:
         # The type of a batch value must not depend on its samples, some of which may be marked.
         are_lists = (Image, Mask) if self.on_error != "mark" else object
         return {
-            name: list(map(_tensor, rows))
+            name: BoxBatch(*map(torch.from_numpy, flattened(rows)))
+            if isinstance(self.fields[name], Boxes)
+            else list(map(_tensor, rows))
             if isinstance(self.fields[name], are_lists)
             else stacked(rows)
             for name, rows in lists.items()
@@ -129,10 +132,11 @@ class Decoder:
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
         for name, field in fields.items():
-            column, values = columns.get(name), [None] * len(batch.ids)
+            column, values = columns.get(name), list[Any]([None] * len(batch.ids))
             if column is None:
                 lists[name] = values
             places = self._first_of(batch, field.names)
+            pictures = self._first_of(batch, field.image.names if isinstance(field, Boxes) else ())
             done = (
                 set()
                 if column is None
@@ -146,7 +150,12 @@ class Decoder:
                     if size < 0:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
                     member = self.field_names[number]
-                    values[row] = _checked(read_field(field, member, view, out, draws[row]))
+                    if isinstance(field, Boxes):
+                        _, start, length = pictures[:, row].tolist()
+                        picture = self.arena.view[start : start + length] if length >= 0 else None
+                        values[row] = field.read(member, view, None, draws[row], picture)
+                    else:
+                        values[row] = _checked(read_field(field, member, view, out, draws[row]))
                 except Exception as error:  # a user's field may raise anything
                     hint = (
                         "; it is gzip data: pack fields uncompressed"
