@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from wdstrain.augment.gpu import Augmentation
     from wdstrain.conversion.api import (
         convert_arrays,
+        convert_coco,
         convert_folder,
         convert_hdf5,
         convert_table,
         convert_tars,
         convert_torchvision,
+        convert_yolo,
         pack,
     )
     from wdstrain.conversion.changes import remove
@@ -91,11 +93,13 @@ __all__ = [
     "bench",
     "boxes",
     "convert_arrays",
+    "convert_coco",
     "convert_folder",
     "convert_hdf5",
     "convert_table",
     "convert_tars",
     "convert_torchvision",
+    "convert_yolo",
     "evaluate",
     "export",
     "gopen",
@@ -126,7 +130,8 @@ __all__ = [
 
 
 _NAMES = {
-    "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
+    "conversion.api": "pack convert_arrays convert_coco convert_folder convert_hdf5 convert_table "
+    "convert_tars convert_torchvision convert_yolo",
     "conversion.changes": "remove",
     "conversion.join": "join",
     "decode.boxes": "boxes",
