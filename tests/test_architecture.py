@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3290,
     "training": 2900,
-    "inspection": 1448,
+    "inspection": 1462,
     "loader": 1252,
     "shards": 2348,
     "decode": 1476,

@@ -1,4 +1,4 @@
-"""Boxes are checked against their image and classes, and counted."""
+"""Boxes are checked against their image and classes, drawn on sheets, and counted."""
 
 from __future__ import annotations
 
@@ -74,3 +74,17 @@ def test_the_index_counts_boxes_by_class_and_selects_images_by_their_classes(
         "boxes.json.labels": {"red": 3, "green": 2, "blue": 2}
     }
     assert len(wt.open(tmp_path / "set").where("'green' in `boxes.json.labels`")) == 2
+
+
+def test_a_sheet_shows_boxes_with_the_names_of_their_classes(tmp_path: Path) -> None:
+    scenes = packed(tmp_path / "set")
+    views = wt.peek(tmp_path / "set", COUNT)
+    for own, view in zip(scenes, views, strict=True):
+        pixels = view.pictures["png"]
+        assert not view.error
+        changed = (pixels != own.pixels).any(-1)
+        for x0, y0, x1, y1 in np.array(own.boxes, int).reshape(-1, 4):
+            edge = np.zeros_like(changed)
+            edge[y0:y1, [x0, x1 - 1]] = edge[[y0, y1 - 1], x0:x1] = True
+            assert changed[edge].mean() > 0.9
+        assert changed.any() == bool(own.boxes)
