@@ -76,6 +76,14 @@ def test_the_index_counts_boxes_by_class_and_selects_images_by_their_classes(
     assert len(wt.open(tmp_path / "set").where("'green' in `boxes.json.labels`")) == 2
 
 
+def test_boxes_are_no_label_that_the_trainer_learns(tmp_path: Path) -> None:
+    packed(tmp_path / "set")
+    with pytest.raises(
+        wt.UsageError, match=r"label 'boxes' cannot be learned: it is of kind boxes"
+    ):
+        wt.train(tmp_path / "set", out=tmp_path / "run")
+
+
 def test_a_sheet_shows_boxes_with_the_names_of_their_classes(tmp_path: Path) -> None:
     scenes = packed(tmp_path / "set")
     views = wt.peek(tmp_path / "set", COUNT)
