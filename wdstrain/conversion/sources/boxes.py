@@ -20,7 +20,16 @@ import numpy as np
 import yaml
 
 from wdstrain.conversion.encode import field_of
-from wdstrain.conversion.listing import SPLITS, BadSample, Keys, Sample, Source, image_field, walk
+from wdstrain.conversion.listing import (
+    SPLITS,
+    BadSample,
+    Keys,
+    Sample,
+    Source,
+    check_there,
+    image_field,
+    walk,
+)
 from wdstrain.conversion.options import CocoOptions, YoloOptions
 from wdstrain.decode.boxes import are_four_numbers, header_of, upright_boxes
 from wdstrain.errors import SampleError, UsageError, WdstrainError
@@ -89,6 +98,7 @@ def list_yolo(options: YoloOptions) -> Source:
     called train, val and test are splits.
     """
     root, pictures = str(options.source), list[_Picture]()
+    check_there(root, kind="folder")
     files = [f"{below}/{name}".lstrip("/") for below, _, _, own, _ in walk(root) for name in own]
     matches = [match for match in map(_IMAGE.fullmatch, files) if match and image_field(match[0])]
     labels, classes = set(filter(_LABELS.fullmatch, files)), _classes_in(root)
@@ -115,8 +125,12 @@ def _boxes_in(
         if line.strip():
             match = _LINE.fullmatch(line)
             x, y, width, height = map(float, match[2].split()) if match else (0.0, 0.0, 0.0, 0.0)
-            is_box = min(width, height) > 0 and max(x, y, width, height) <= 1.001  # rounded
-            if match is None or int(match[1]) >= len(classes) or not is_box:
+            if (
+                match is None
+                or int(match[1]) >= len(classes)
+                or min(width, height) <= 0
+                or max(x, y, width, height) > 1.001  # rounded
+            ):
                 raise UsageError(
                     f"{path}, line {number} (of {image}): {line!r:.80} must be a class number from 0 "
                     f"to {len(classes) - 1}, and center x, center y, width and height as shares of "
