@@ -125,12 +125,13 @@ def convert_torchvision(run: Json, work: Path, out: Path) -> Any:
 
 
 def convert_coco(run: Json, work: Path, out: Path) -> Any:
-    (out / "1.png").write_bytes(png(1))
+    (out / "in").mkdir()
+    (out / "in" / "1.png").write_bytes(png(1))
     box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 3, 3]}
     document = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [box]}
     categories = [{"id": 1, "name": "car"}]
     (out / "boxes.json").write_text(json.dumps({**document, "categories": categories}))
-    return run("convert", "coco", out / "boxes.json", out, out / "set")
+    return run("convert", "coco", out / "boxes.json", out / "in", out / "set")
 
 
 def convert_yolo(run: Json, work: Path, out: Path) -> Any:
