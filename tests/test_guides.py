@@ -261,7 +261,8 @@ def test_the_quick_start_has_every_verb_and_the_texts_every_public_name(
 
 def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = [
-        ["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+        ["convert", kind]
+        for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
     ]
     verbs += [
         [verb]

@@ -78,6 +78,19 @@ def test_the_training_script_trains_and_prints_each_epoch(
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
+def test_the_detector_is_trained_on_drawn_boxes_and_on_given_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, options = "examples/train_detector", ["--batch-size", 4, "--steps", 10]
+    for words in (options, ["shards/drawn", *options]):
+        printed = run(script, *words, monkeypatch=monkeypatch, capsys=capsys)
+        assert re.search(r"^step 10: loss \d+\.\d+\ndone; red, green; ", printed, re.MULTILINE)
+    result = wt.verify("shards/drawn", decode=True)
+    assert result.ok
+    assert result.samples == 64
+
+
 def test_results_page_and_chart_are_generated_from_the_measured_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

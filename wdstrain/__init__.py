@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from wdstrain.augment.gpu import Augmentation
     from wdstrain.conversion.api import (
         convert_arrays,
+        convert_coco,
         convert_folder,
         convert_hdf5,
         convert_table,
         convert_tars,
         convert_torchvision,
+        convert_yolo,
         pack,
     )
     from wdstrain.conversion.changes import join, remove
+    from wdstrain.decode.boxes import boxes
     from wdstrain.decode.fields import Example, Field, array, image, json, mask
     from wdstrain.decode.labels import label, number, text
     from wdstrain.errors import (
@@ -86,12 +89,15 @@ __all__ = [
     "WebDataset",
     "array",
     "bench",
+    "boxes",
     "convert_arrays",
+    "convert_coco",
     "convert_folder",
     "convert_hdf5",
     "convert_table",
     "convert_tars",
     "convert_torchvision",
+    "convert_yolo",
     "evaluate",
     "export",
     "gopen",
@@ -122,8 +128,10 @@ __all__ = [
 
 
 _NAMES = {
-    "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
+    "conversion.api": "pack convert_arrays convert_coco convert_folder convert_hdf5 convert_table "
+    "convert_tars convert_torchvision convert_yolo",
     "conversion.changes": "join remove",
+    "decode.boxes": "boxes",
     "decode.fields": "Example Field array image json mask",
     "decode.labels": "label number text",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",

@@ -231,7 +231,7 @@ def test_wrong_usage_exits_with_2(capsys: Any) -> None:
     [
         *[
             ["convert", kind]
-            for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+            for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
         ],
         ["train"],
         ["show"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT, picture, write_class_folder, write_tar
 
-_KINDS = ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+_KINDS = ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
 
 
 def run(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -74,6 +75,17 @@ def make_sources(folder: Path) -> None:
         labels = bytes(number % 10 for number in range(count))
         head = b"\0\0\x08\x01" + count.to_bytes(4, "big")
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels)
+    (folder / "train").mkdir()
+    (folder / "train" / "a.png").write_bytes(picture(1))
+    box = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 9, 8]}
+    coco = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [box]}
+    coco["categories"] = [{"id": 1, "name": "car"}]
+    (folder / "instances_train.json").write_text(json.dumps(coco))
+    for name in ("images", "labels"):
+        (folder / "traffic" / name).mkdir(parents=True)
+    (folder / "traffic" / "images" / "a.png").write_bytes(picture(1))
+    (folder / "traffic" / "labels" / "a.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    (folder / "traffic" / "data.yaml").write_text("names: [car]\n")
     (folder / "new-photos").mkdir()
     (folder / "new-photos" / "a.png").write_bytes(picture(1))
 
@@ -83,7 +95,7 @@ def make_sources(folder: Path) -> None:
 def test_every_example_of_the_help_texts_runs(tmp_path: Path) -> None:
     make_sources(tmp_path)
     commands = examples(tmp_path)
-    assert len(commands) == 23
+    assert len(commands) == 25
     for command in commands:
         assert command.startswith("wdstrain "), command
         if command.startswith(("wdstrain serve ", "wdstrain demo ")):

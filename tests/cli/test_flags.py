@@ -14,7 +14,7 @@ import wdstrain as wt
 from tests.conftest import write_class_folder
 from wdstrain.cli import main
 
-KINDS = ["folder", "table", "hdf5", "arrays", "tars", "torchvision"]
+KINDS = ["folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo"]
 
 
 def helped(words: list[str], capsys: Any) -> str:

@@ -124,6 +124,25 @@ def convert_torchvision(run: Json, work: Path, out: Path) -> Any:
     return run("convert", "torchvision", "EuroSAT", out / "set", "--root", out / "root")
 
 
+def convert_coco(run: Json, work: Path, out: Path) -> Any:
+    (out / "in").mkdir()
+    (out / "in" / "1.png").write_bytes(png(1))
+    box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 3, 3]}
+    document = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [box]}
+    categories = [{"id": 1, "name": "car"}]
+    (out / "boxes.json").write_text(json.dumps({**document, "categories": categories}))
+    return run("convert", "coco", out / "boxes.json", out / "in", out / "set")
+
+
+def convert_yolo(run: Json, work: Path, out: Path) -> Any:
+    for name in ("images", "labels"):
+        (out / "in" / name).mkdir(parents=True)
+    (out / "in" / "images" / "1.png").write_bytes(png(1))
+    (out / "in" / "labels" / "1.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    (out / "in" / "classes.txt").write_text("car\n")
+    return run("convert", "yolo", out / "in", out / "set")
+
+
 def index(run: Json, work: Path, out: Path) -> Any:
     write_tar(out / "a.tar", [("1", {"cls": b"0", "json": b'{"n": 1}'})])
     return run("index", out, "--columns", "json.n", "--label", "cls")
@@ -235,6 +254,8 @@ VERBS: dict[str, Callable[[Json, Path, Path], Any]] = {
         convert_arrays,
         convert_tars,
         convert_torchvision,
+        convert_coco,
+        convert_yolo,
         index,
         info,
         info_without_index,
@@ -266,6 +287,8 @@ WRONG: dict[str, list[str]] = {
     "convert arrays": ["convert", "arrays", "out", "--field", f"x={ABSENT}.npy"],
     "convert tars": ["convert", "tars", ABSENT, "out"],
     "convert torchvision": ["convert", "torchvision", "Nothing", "out", "--root", "."],
+    "convert coco": ["convert", "coco", f"{ABSENT}.json", ABSENT, "out"],
+    "convert yolo": ["convert", "yolo", ABSENT, "out"],
     "index": ["index", ABSENT],
     "info": ["info", ABSENT],
     "show": ["show", ABSENT],

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from wdstrain.augment.mixing import DRAWS, Ints, Mixing, check_probability, erase, mix, on_device_of
+from wdstrain.decode.boxes import BoxBatch
 from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.fields import sides
-from wdstrain.decode.transforms import (
-    FLIP_DRAW,
-    Augment,
-    Draws,
-    center_crop,
-    random_crops,
-)
+from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, center_crop, random_crops
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import stretched
 
@@ -72,7 +67,8 @@ class Augmentation:
     dtype           of the result: torch.float32, float16 or bfloat16
     image, label    names of the fields in the batch
 
-    The input is uint8[b, 3, h, w]. The result is dtype[b, 3, *size], channels last in memory.
+    The input is uint8[b, 3, h, w]. The result is dtype[b, 3, *size], channels last in memory. Boxes
+    (`wt.boxes`) follow; those of which less than a quarter remains are left out.
     """
 
     def __init__(
@@ -108,9 +104,7 @@ class Augmentation:
         self._size = sides(size)
         if self._augment.rrc and self._size is None:
             raise UsageError(
-                "{augment} needs a size.",
-                "Give for example size=224.",
-                {"augment": augment},
+                "{augment} needs a size.", "Give for example size=224.", {"augment": augment}
             )
         jitter = {
             "brightness": brightness,
@@ -161,7 +155,12 @@ class Augmentation:
             result[self._image] = images.new_zeros((0, 3, *size), dtype=self._dtype)
             return result
         draws = self._draws(batch, count) if draws is None else draws
-        pixels = _crop(images.permute(0, 2, 3, 1), self._augment, size, draws)
+        pixels, parts = _crop(images.permute(0, 2, 3, 1), self._augment, size, draws)
+        result |= {
+            name: value.moved(parts, size)
+            for name, value in batch.items()
+            if isinstance(value, BoxBatch)
+        }
         if self._jitter.any():
             pixels = _jitter_colors(pixels, self._jitter, draws)
         if self._random_erasing:
@@ -193,6 +192,8 @@ class Augmentation:
                 f"Read it with wt.image(size=...)."
             )
         if self._mixing.is_used:
+            if any(isinstance(value, BoxBatch) for value in batch.values()):
+                raise UsageError("mixup and cutmix blend images, and boxes would not follow.")
             self._check_labels(batch)
         height, width = images.shape[2:]
         moves = self._augment.rrc or self._augment.flip or self._mixing.is_used
@@ -249,10 +250,12 @@ class Augmentation:
 # --- crop, resize, flip ---------------------------------------------------------------------------
 
 
-def _crop(images: Tensor, augment: Augment, size: tuple[int, int], draws: Draws) -> Tensor:
-    """Return regions of the images, resized and perhaps flipped. float32[b, *size, 3] in 0 to 1.
+def _crop(
+    images: Tensor, augment: Augment, size: tuple[int, int], draws: Draws
+) -> tuple[Tensor, Ints]:
+    """Return regions of the images, resized and perhaps flipped, and which they are.
 
-    images: uint8[b, h, w, 3].
+    float32[b, *size, 3] in 0 to 1, int64[b, 5] (see `BoxBatch.moved`). images: uint8[b, h, w, 3].
     """
     count, height, width, _ = images.shape
     flips = draws[:, FLIP_DRAW] < 0.5 if augment.flip else np.zeros(count, bool)
@@ -261,12 +264,13 @@ def _crop(images: Tensor, augment: Augment, size: tuple[int, int], draws: Draws)
     else:
         center = np.array(center_crop(height, width, size[1] / size[0]))
         boxes = np.broadcast_to(center, (count, 4))
+    parts = np.column_stack([boxes, flips])
     if (boxes == (0, 0, *size)).all():  # the whole images, in their own size
         if flips.any():
             images = torch.where(
                 on_device_of(flips, images).view(-1, 1, 1, 1), images.flip(2), images
             )
-        return images.float() / 255
+        return images.float() / 255, parts
     # float16 holds 0 to 255 exactly, and the sums within an eighth. On a CPU it is slow.
     dtype = torch.float16 if images.is_cuda else torch.float32
     top, left, box_height, box_width = (
@@ -280,7 +284,7 @@ def _crop(images: Tensor, augment: Augment, size: tuple[int, int], draws: Draws)
     lines = resized.view(count, size[0], width, 3).transpose(2, 3)
     pixels = torch.bmm(lines.reshape(count, size[0] * 3, width), columns.transpose(1, 2))
     pixels = pixels.view(count, size[0], 3, size[1]).transpose(2, 3)
-    return pixels.contiguous().float().clamp_(0, 255) / 255
+    return pixels.contiguous().float().clamp_(0, 255) / 255, parts
 
 
 def _resize_weights(

@@ -27,6 +27,7 @@ from wdstrain.cli.common import (
 )
 from wdstrain.conversion.options import (
     ArraysOptions,
+    CocoOptions,
     FolderOptions,
     Hdf5Options,
     JoinOptions,
@@ -35,6 +36,7 @@ from wdstrain.conversion.options import (
     TableOptions,
     TarsOptions,
     TorchvisionOptions,
+    YoloOptions,
 )
 from wdstrain.errors import UsageError
 from wdstrain.inspection.result import rows_of
@@ -90,6 +92,18 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
         "pack a torchvision data set",
         "torchvision FashionMNIST shards/fashion --root data",
     ),
+    (
+        "coco",
+        CocoOptions,
+        "pack images with the boxes of a COCO file",
+        "coco instances_train.json train/ shards/coco",
+    ),
+    (
+        "yolo",
+        YoloOptions,
+        "pack a folder of YOLO: images/, labels/ and data.yaml",
+        "yolo traffic/ shards/traffic",
+    ),
 )
 
 
@@ -126,6 +140,8 @@ def _kind_of_source(source: str) -> str:
     is_folder = {entry.name: entry.is_dir() for entry in os.scandir(source)}
     if any(name == "index.json" or name.endswith(".tar") for name in is_folder):
         return "tars"
+    if {"images", "labels", "data.yaml"} <= is_folder.keys():
+        return "yolo"
     folders = sorted(name for name in is_folder if is_folder[name])
     tables = sorted(n for n in is_folder if SOURCES.get(os.path.splitext(n)[1].lower()) == "table")
     is_saved = "dataset_info.json" in is_folder  # by save_to_disk

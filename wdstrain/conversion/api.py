@@ -15,6 +15,7 @@ from wdstrain.conversion.labels import given_classes
 from wdstrain.conversion.listing import Source
 from wdstrain.conversion.options import (
     ArraysOptions,
+    CocoOptions,
     FolderOptions,
     Hdf5Options,
     Options,
@@ -22,9 +23,11 @@ from wdstrain.conversion.options import (
     TableOptions,
     TarsOptions,
     TorchvisionOptions,
+    YoloOptions,
 )
 from wdstrain.conversion.runner import ConversionResult, convert
 from wdstrain.conversion.sources.arrays import stream_arrays, stream_hdf5
+from wdstrain.conversion.sources.boxes import list_coco, list_yolo
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.iterable import stream_samples, stream_torchvision
 from wdstrain.conversion.sources.shards import stream_tars
@@ -95,6 +98,21 @@ def convert_torchvision(options: TorchvisionOptions) -> Index:
     return run_conversion(options).index
 
 
+@takes(CocoOptions)
+def convert_coco(options: CocoOptions) -> Index:
+    """Pack images with the boxes of an annotation file of COCO into shards.
+
+    wt.convert_coco("instances_train.json", "train2017", "shards/coco")
+    """
+    return run_conversion(options).index
+
+
+@takes(YoloOptions)
+def convert_yolo(options: YoloOptions) -> Index:
+    """Pack images with the boxes of a folder of YOLO into shards: images/, labels/ and data.yaml."""
+    return run_conversion(options).index
+
+
 def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
     out = os.fspath(options.out)
@@ -140,4 +158,6 @@ _SOURCES: Mapping[type[Options], Callable[[Any], Source]] = {
     Hdf5Options: stream_hdf5,
     ArraysOptions: stream_arrays,
     TorchvisionOptions: stream_torchvision,
+    CocoOptions: list_coco,
+    YoloOptions: list_yolo,
 }

@@ -36,17 +36,18 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
+from wdstrain.decode.boxes import fitted
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.shards.declare import is_mask
+from wdstrain.shards.declare import is_boxes, is_mask
 from wdstrain.shards.formats import (
     BY_EXTENSION,
     EXTENSIONS,
     JPEG,
     format_of,
+    header_of,
     is_image,
     open_picture,
-    upright_size,
 )
 
 if TYPE_CHECKING:
@@ -267,10 +268,15 @@ class Recipe:
                     f"its {field} does not begin as an image does, but with {data[:12]!r}"
                 )
         masks = [part for part in parts if is_mask(part[0])]
-        photo = photo_of(parts) if masks or self.changes else None
+        has_boxes = any(is_boxes(field) for field, _ in parts)
+        photo = photo_of(parts) if masks or has_boxes or self.changes else None
         if photo is not None:
             for mask in masks:
                 check_mask(mask, photo)
+            parts = [
+                (name, fitted(data, photo[1], self._smaller) if is_boxes(name) else data)
+                for name, data in parts
+            ]
         if not self.changes and self.check != "decode":
             return list(parts)
         names, made = {field for field, _ in parts}, []
@@ -381,7 +387,7 @@ def _sizes(field: str, data: bytes) -> tuple[Size, Size, int, str]:
     try:
         with open_picture(data) as image:
             frames = 1 if format_of(data) is JPEG else getattr(image, "n_frames", 1)
-            return image.size, upright_size(data), frames, image.mode
+            return image.size, header_of(data).size, frames, image.mode
     except Exception as error:  # Pillow's plugins raise errors of any type
         decode_image(data)  # raises an error with the same words for the same damage
         raise SampleError(f"its {field} is not an image of a known format") from error

@@ -429,6 +429,25 @@ class TorchvisionOptions(Options):
 
 
 @dataclass(frozen=True)
+class CocoOptions(Options):
+    """Images with boxes in a file of annotations."""
+
+    annotations: Path = option(REQUIRED, "JSON file of COCO with images, annotations, categories")
+    images: Path = option(REQUIRED, "folder where the file names of the images begin")
+    out: Path = _out()
+
+
+@dataclass(frozen=True)
+class YoloOptions(Options):
+    """Images with boxes in a text file each."""
+
+    source: Path = option(
+        REQUIRED, "folder with images/ and labels/, and data.yaml or classes.txt with the classes"
+    )
+    out: Path = _out()
+
+
+@dataclass(frozen=True)
 class JoinOptions(CheckedOptions):
     """Columns of a table to add to the index of a finished set."""
 

@@ -39,7 +39,7 @@ _PGM_MAXIMUM = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # width, heig
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; photometric 0: 0 is white
 _STRIP_PIXELS = 1 << 18  # pixels that are converted at a time
 # orientations (1 to 8, as EXIF numbers them) of stored images
-_BOTTOM_ROW_FIRST, _RIGHT_COLUMN_FIRST = (3, 4, 6, 7), (2, 3, 7, 8)
+BOTTOM_ROW_FIRST, RIGHT_COLUMN_FIRST = (3, 4, 6, 7), (2, 3, 7, 8)
 FIRST_TRANSPOSED = 5  # 5 to 8: rows and columns are exchanged
 # bytes of decoded regions that wait for resizing; with more they would leave the CPU cache
 _SCRATCH_BYTES = 1 << 20
@@ -235,8 +235,8 @@ def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
     top, left, h, w = box
     if orientation >= FIRST_TRANSPOSED:
         top, left, h, w = left, top, w, h
-    top = height - top - h if orientation in _BOTTOM_ROW_FIRST else top
-    left = width - left - w if orientation in _RIGHT_COLUMN_FIRST else left
+    top = height - top - h if orientation in BOTTOM_ROW_FIRST else top
+    left = width - left - w if orientation in RIGHT_COLUMN_FIRST else left
     return top, left, h, w
 
 
@@ -244,8 +244,8 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     """Return stored pixels turned upright: a copy, or `pixels` itself for orientation 1."""
     if orientation == 1:
         return pixels
-    down = -1 if orientation in _BOTTOM_ROW_FIRST else 1
-    pixels = pixels[::down, :: -1 if orientation in _RIGHT_COLUMN_FIRST else 1]
+    down = -1 if orientation in BOTTOM_ROW_FIRST else 1
+    pixels = pixels[::down, :: -1 if orientation in RIGHT_COLUMN_FIRST else 1]
     pixels = pixels.transpose(1, 0, 2) if orientation >= FIRST_TRANSPOSED else pixels
     turned = np.empty(pixels.shape, np.uint8)
     kernels.library.copy_pixels(

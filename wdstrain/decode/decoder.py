@@ -18,13 +18,14 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batches import BadSample, Layout, ReadBatch, Result, reason_of, substitute
+from wdstrain.decode.boxes import BoxBatch, Boxes, flattened
 from wdstrain.decode.fields import Field, Image, Json, Mask, NumpyArray, read_field, torch_has
 from wdstrain.decode.labels import LabelField
 from wdstrain.decode.transforms import DRAWS, Draws, Size, nearest_size
 from wdstrain.errors import SampleError
 from wdstrain.memory import Memory
 from wdstrain.order.rng import key, uniform
-from wdstrain.shards.formats import upright_size
+from wdstrain.shards.formats import header_of
 from wdstrain.shards.kinds import Array
 from wdstrain.shards.offsets import Ints
 
@@ -113,7 +114,9 @@ class Decoder:
         # The type of a batch value must not depend on its samples, some of which may be marked.
         are_lists = (Image, Mask) if self.on_error != "mark" else object
         return {
-            name: list(map(_tensor, rows))
+            name: BoxBatch(*map(torch.from_numpy, flattened(rows)))
+            if isinstance(self.fields[name], Boxes)
+            else list(map(_tensor, rows))
             if isinstance(self.fields[name], are_lists)
             else stacked(rows)
             for name, rows in lists.items()
@@ -121,20 +124,23 @@ class Decoder:
 
     # --- fields -----------------------------------------------------------------------------------
 
-    def _sized_fields(self, batch: ReadBatch) -> dict[str, Image | Mask]:
+    def _sized_fields(self, batch: ReadBatch) -> dict[str, Field]:
         """Return the fields of size="bucket" with the size that all images of a batch get."""
-        return {
-            name: replace(field, size=self._size_of(batch, field), sizes=None)
-            for name, field in (self.fields or {}).items()
-            if isinstance(field, (Image, Mask)) and field.sizes
-        }
+        sized = dict[str, Field]()
+        for name, field in (self.fields or {}).items():
+            if isinstance(field, (Image, Mask)) and field.sizes:
+                sized[name] = replace(field, size=self._size_of(batch, field), sizes=None)
+            elif isinstance(field, Boxes) and field.image.sizes:
+                image = replace(field.image, size=self._size_of(batch, field.image), sizes=None)
+                sized[name] = replace(field, image=image)
+        return sized
 
     def _size_of(self, batch: ReadBatch, field: Image | Mask) -> Size:
         """Return the size of the bucket of a batch, by the first image with an intact header."""
         sizes = field.sizes or ()
         for _, offset, size in self._first_of(batch, field.names).T.tolist():
             with suppress(SampleError):  # also for a sample without the field
-                width, height = upright_size(self.arena.view[offset : offset + max(0, size)])
+                width, height = header_of(self.arena.view[offset : offset + max(0, size)]).size
                 return sizes[nearest_size(width / height, sizes)]
         return sizes[0]
 
@@ -152,10 +158,11 @@ class Decoder:
         lists = dict[str, list[Any]]()
         # field by field: a label that is decoded between two images takes five times as long
         for name, field in fields.items():
-            column, values = columns.get(name), [None] * len(batch.ids)
+            column, values = columns.get(name), list[Any]([None] * len(batch.ids))
             if column is None:
                 lists[name] = values
             places = self._first_of(batch, field.names)
+            pictures = self._first_of(batch, field.image.names if isinstance(field, Boxes) else ())
             done = (
                 set()
                 if column is None
@@ -169,7 +176,12 @@ class Decoder:
                     if size < 0:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
                     member = self.field_names[number]
-                    values[row] = _checked(read_field(field, member, view, out, draws[row]))
+                    if isinstance(field, Boxes):
+                        _, start, length = pictures[:, row].tolist()
+                        picture = self.arena.view[start : start + length] if length >= 0 else None
+                        values[row] = field.read(member, view, None, draws[row], picture)
+                    else:
+                        values[row] = _checked(read_field(field, member, view, out, draws[row]))
                 except Exception as error:  # a user's field may raise anything
                     hint = (
                         "; it is gzip data: pack fields uncompressed"

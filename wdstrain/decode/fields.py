@@ -329,14 +329,19 @@ def mask_like(
     source: Image, names: tuple[str, ...], classes: int | None, ignored: int | None
 ) -> Mask:
     """Return the field of masks that belong to images of this field."""
+    check_can_follow(source, "masks")
+    return Mask(names, source.size, source.augment, classes, ignored, source.sizes)
+
+
+def check_can_follow(source: Image, what: str) -> None:
+    """Raise UsageError for an augmentation that other values of a sample cannot follow."""
     if source.augment.policy:
         raise UsageError(
-            "it rotates and shears images, and masks would not follow.",
+            f"it rotates and shears images, and {what} would not follow.",
             "Use rrc and flip.",
             option="augment",
             value=source.augment.policy,
         )
-    return Mask(names, source.size, source.augment, classes, ignored, source.sizes)
 
 
 def json(names: str = "json") -> Json:

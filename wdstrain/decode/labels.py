@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from wdstrain.decode.boxes import Boxes
 from wdstrain.decode.fields import Example, Field, NumpyArray, field_names
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError, UsageError, logger
@@ -182,6 +183,8 @@ def with_classes(field: Field, index: Index | None) -> Field:
     is a joined column becomes a field of the kind "vector". Raises UsageError for classes that differ
     between sets without a common column, and for a label of several classes whose names are unknown.
     """
+    if isinstance(field, Boxes) and index is not None:
+        return field.of_index(index)
     if type(field) is NumpyArray and index is not None:
         named = (column for column in index.columns if column.name.lower() in field.names)
         vectors = [column.name for column in named if column.kind == "vector"]

@@ -29,6 +29,7 @@ from wdstrain.order.rng import bits
 from wdstrain.report.printing import counted, printable
 from wdstrain.report.terminal import table_text
 from wdstrain.runtime.options import format_size, refuse, takes
+from wdstrain.shards.declare import is_boxes
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.kinds import ColumnInfo
 from wdstrain.shards.offsets import Ints
@@ -163,9 +164,10 @@ def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView
     except DamageError as error:
         view.add_error("", error)
         return view
-    for name in sorted(values, key=is_mask):  # a mask is drawn over its image
+    # masks and boxes are drawn over their image
+    for name in sorted(values, key=lambda name: is_mask(name) or is_boxes(name)):
         view.fields.pop(name)
-        view.add(name, values[name], labels)
+        view.add(name, values, labels)
     return view
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.conversion.listing import split_of
+from wdstrain.decode.boxes import boxes
 from wdstrain.decode.fields import mask
 from wdstrain.decode.labels import field_of
 from wdstrain.errors import UsageError
@@ -155,7 +156,7 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
             if not size and (name in needed or is_image(name)):
                 reason = "it has 0 bytes"
             elif decode and name in values:
-                reason = _decode_error(name, values[name], labels)
+                reason = _decode_error(name, values, labels)
             if reason:
                 faults.append(scan.finding(reason, key, name, offset))
     check.found, check.ignored = scan.index(expected.shards[0]), scan.ignored
@@ -235,16 +236,19 @@ def _can_decode(field: str, labels: Sequence[ColumnInfo]) -> bool:
     return is_known or any(label.field == field for label in labels)
 
 
-def _decode_error(field: str, data: bytes, labels: Sequence[ColumnInfo]) -> str:
+def _decode_error(field: str, values: Mapping[str, bytes], labels: Sequence[ColumnInfo]) -> str:
     """Return the reason that training cannot use a field; "" if it can. Nothing is unpickled.
 
-    labels: of the index.
+    values: of the sample. labels: of the index.
     """
-    mine = [label for label in labels if label.field == field]
+    mine, data = [label for label in labels if label.field == field], values[field]
     try:
         for label in mine:
             if label.kind == "mask":
                 mask(field, classes=len(label.classes), ignore=label.ignored).numbers(data)
+                continue
+            if label.kind == "boxes":
+                boxes(field, classes=label.classes).check(values)
                 continue
             value = _field_of(label).delivered(scalar(memoryview(data), label.entry))
             if label.kind == "number" and not math.isfinite(value):

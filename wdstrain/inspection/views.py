@@ -10,7 +10,7 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from colorsys import hsv_to_rgb
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from wdstrain.decode.boxes import boxes
 from wdstrain.decode.codecs import decode_mask
 from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import parsed
@@ -92,12 +93,17 @@ class SampleView:
         text = ": ".join(filter(None, (name, str(reason) or type(reason).__name__)))
         self.error = "; ".join(filter(None, (self.error, text)))
 
-    def add(self, name: str, data: bytes, labels: Sequence[ColumnInfo]) -> None:
-        """Add a field as it is stored in a shard. labels: of the set, some of which it may hold."""
-        mine = [label for label in labels if label.field == name]
+    def add(self, name: str, sample: Mapping[str, bytes], labels: Sequence[ColumnInfo]) -> None:
+        """Add a field of a sample as it is stored in a shard.
+
+        labels: of the set, some of which it may hold.
+        """
+        mine, data = [label for label in labels if label.field == name], sample[name]
         try:
             for label in mine:
-                if label.kind != "mask" and label.name not in self.labels:
+                if label.kind == "boxes" and self.pictures:
+                    self._add_boxes(label, sample)
+                elif label.kind not in ("mask", "boxes") and label.name not in self.labels:
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
@@ -135,6 +141,18 @@ class SampleView:
         small = np.array(image.resize(below.shape[1::-1], Image.Resampling.NEAREST))
         mixed = _OPACITY * COLORS[small] + (1 - _OPACITY) * below
         self.pictures[name] = np.where(small[:, :, None] == 0, below, mixed).astype(np.uint8)
+
+    def _add_boxes(self, label: ColumnInfo, sample: Mapping[str, bytes]) -> None:
+        """Draw boxes with the names of their classes on the first picture."""
+        name, pixels = next(iter(self.pictures.items()))
+        field = boxes(label.field, size=pixels.shape[:2], classes=label.classes, min_share=0)
+        own = field.read("", sample[label.field], None, np.zeros(0), field.picture_in(sample))
+        draw = ImageDraw.Draw(image := Image.fromarray(pixels))
+        for (*corner, x1, y1), number in zip(*(own[n].tolist() for n in own), strict=True):
+            color = tuple(COLORS[number % 256].tolist())
+            draw.rectangle((*corner, x1 - 1, y1 - 1), outline=color)
+            draw.text(corner, label.classes[number], color, _font(11))
+        self.pictures[name] = np.array(image)
 
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:

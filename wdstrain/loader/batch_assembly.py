@@ -19,6 +19,7 @@ import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
 from wdstrain.decode.batches import BadSample, ReadBatch, Result, Slots, empty_row
+from wdstrain.decode.boxes import BoxBatch
 from wdstrain.decode.decoder import Decoder, stacked
 from wdstrain.decode.labels import LabelColumn
 from wdstrain.errors import SampleError, ShardError, StorageError
@@ -120,7 +121,12 @@ class BatchAssembler:
         """Return values of decoders without their rows."""
         if self._options.transform is not None:
             return {name: without_rows(value) for name, value in values.items()}
-        return {name: value[:0] for name, value in values.items()}
+        return {
+            name: BoxBatch(value.boxes[:0], value.labels[:0], value.offsets[:1])
+            if isinstance(value, BoxBatch)
+            else value[:0]
+            for name, value in values.items()
+        }
 
     # --- bad samples ------------------------------------------------------------------------------
 

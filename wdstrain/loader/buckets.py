@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from wdstrain.decode.boxes import Boxes
 from wdstrain.decode.fields import Field, Image, Mask
 from wdstrain.decode.transforms import Size, nearest_size
 from wdstrain.errors import UsageError
@@ -74,11 +75,13 @@ def bucketing(index: Index, options: LoaderOptions) -> Bucketing:
     return Bucketing(codes, names, np.full(len(first), options.batch_size // lanes))
 
 
-def sized(field: Field, bucketing: Bucketing | None) -> Field:
-    """Return an image or mask of size="bucket" with the sizes of the buckets; others unchanged.
+def sized(field: Field, bucketing: Bucketing | None) -> Any:
+    """Return an image, mask or boxes of size="bucket" with the sizes of the buckets; else the field.
 
     Raises UsageError if there are none.
     """
+    if isinstance(field, Boxes):
+        return replace(field, image=sized(field.image, bucketing))
     if not isinstance(field, (Image, Mask)) or field.sizes is None:
         return field
     if bucketing is None or not bucketing.sizes:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.decode.batches import Layout, ReadBatch, Result, Slots
+from wdstrain.decode.boxes import needed_names
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.decode.labels import label_columns
@@ -80,7 +81,7 @@ class Pipeline:
         needed: set[str] | None = None
         if fields is not None:  # those that the index does not give
             fields = {name: field for name, field in fields.items() if name not in columns}
-            needed = {name for field in fields.values() for name in field.names}
+            needed = {name for field in fields.values() for name in needed_names(field)}
         examples = {
             name: field.example
             for name, field in (fields or {}).items()

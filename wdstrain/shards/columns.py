@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.formats import SIDES, is_image, upright_size
+from wdstrain.shards.formats import SIDES, header_of, is_image
 from wdstrain.shards.kinds import (
     KINDS,
     LONGEST_TEXT,
@@ -153,7 +153,7 @@ class ColumnBuilder:
                     return [((field, name), value) for name, value in document.items()]
             elif self._fields is not None and is_image(field):
                 return [
-                    ((field, side), n) for side, n in zip(SIDES, upright_size(data), strict=True)
+                    ((field, side), n) for side, n in zip(SIDES, header_of(data).size, strict=True)
                 ]
             elif self._fields is not None or field in PLAIN_FIELDS:
                 return [((field, None), scalar(memoryview(data), None))]

@@ -133,7 +133,7 @@ def _with_former(index: Index, document: Index, index_path: str) -> Index:
     if "samples" in merged.info:
         merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
-        if (label.is_class or label.kind == "mask") and label.entry is None:
+        if (label.is_class or label.kind in ("mask", "boxes")) and label.entry is None:
             logger.warning(
                 "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + ", ..." * (len(new) > 5),
@@ -223,14 +223,14 @@ def with_label(
     """Return the index with a label that is stored in a field or in an entry of a JSON field.
 
     name: of the column, with `:KIND` if the values do not say which kind is meant. classes: names
-    in the order of their numbers; default: sorted. ignored: of masks, see `with_mask`. Raises
-    UsageError for values that do not fit.
+    in the order of their numbers; default: sorted. ignored: of masks, see `with_field_label`.
+    Raises UsageError for values that do not fit.
     """
     head, _, kind = name.rpartition(":")
     head, kind = (head, kind) if head and kind in _LABELS else (name, "")
     place = _place(index, head)
-    if kind == "mask" or is_mask(head):
-        return with_mask(index, head, classes or (), ignored)
+    if kind in ("mask", "boxes") or is_mask(head) or is_boxes(head):
+        return with_field_label(index, head, classes or (), ignored)
     if ignored is not None:
         raise UsageError(
             "{ignore} is for masks.", f"Leave it out of the label {name}.", {"ignore": ignored}
@@ -251,16 +251,16 @@ def with_label(
     return replace(index.with_columns((*columns, declared)), labels=(*labels, label))
 
 
-def with_mask(
+def with_field_label(
     index: Index, field: str, classes: Sequence[str], ignored: int | None = None
 ) -> Index:
-    """Return the index with a label whose values are masks: images of class numbers.
+    """Return the index with a label whose values are boxes, or masks: images of class numbers.
 
-    classes: names in the order of their numbers, or only the number of classes. The label has no
-    column. It is named like the field without the extension. ignored: number of pixels without a
-    class, beside 255. Raises UsageError for classes that masks cannot have, see `mask_label`.
+    classes: names in the order of their numbers, of masks also only the number of classes. The label
+    has no column. It is named like the field without the extension. ignored: number of pixels without
+    a class, beside 255. Raises UsageError for classes that masks or boxes cannot have.
     """
-    label = mask_label(field, classes, ignored)
+    label = boxes_label(field, classes) if is_boxes(field) else mask_label(field, classes, ignored)
     others = (other for other in index.labels if other.name != label.name)
     return replace(index, labels=(label, *others))
 
@@ -285,6 +285,25 @@ def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> Colum
     return ColumnInfo(name, "mask", field, None, tuple(classes), ignored=ignored)
 
 
+def is_boxes(field: str) -> bool:
+    """Return whether a field holds boxes by its name, such as boxes.json and left.boxes.json."""
+    return f".{field}".endswith(".boxes.json")
+
+
+def boxes_label(field: str, classes: Sequence[str]) -> ColumnInfo:
+    """Return the label of boxes, named like the field without its extension. Raises UsageError.
+
+    classes: names in the order of their numbers.
+    """
+    if not classes or len(set(classes)) < len(classes):
+        raise UsageError(
+            f"{field} holds boxes, and the classes are {', '.join(classes)[:80] or 'not named'}: "
+            "each must be named once.",
+            "Name them in the order of their numbers: cat,dog, or a file with a name on each line.",
+        )
+    return ColumnInfo(field.removesuffix(".json"), "boxes", field, None, tuple(classes))
+
+
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -292,7 +311,8 @@ def _place(index: Index, name: str) -> Place:
     """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
     joined = {column.name: column.place for column in index.columns if column.is_joined}
     field, entry = joined.get(name) or place_of_entry(name)
-    if name in joined or (field in index.fields and (entry is not None or not is_json(field))):
+    is_part = is_boxes(field) or entry is not None or not is_json(field)
+    if name in joined or (field in index.fields and is_part):
         return field, entry
     shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
     raise UsageError(

@@ -52,6 +52,7 @@ BY_EXTENSION = {extension: row for row in FORMATS for extension in row.extension
 EXTENSIONS = tuple(BY_EXTENSION)
 PLUGINS = tuple(plugin for row in FORMATS for plugin in row.plugins)
 _ORIENTATION, _TRANSPOSED = 0x0112, range(5, 9)  # EXIF tag; rows and columns are exchanged
+_PNG_TAGS = re.compile(rb"(?i)exif|xmp|orientation")  # in a PNG that may have an orientation
 _PATTERNS = [(re.compile(row.first_bytes, re.DOTALL), row) for row in FORMATS]
 
 
@@ -84,14 +85,28 @@ def _available_formats() -> tuple[str, ...]:
     return tuple(name for name in PLUGINS if name in Image.OPEN)
 
 
-def upright_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Return (width, height) of an image as it is shown, by its header and EXIF orientation.
+class Header(NamedTuple):
+    """What the header of an image says. Sizes are (width, height).
 
-    Raises SampleError for an image whose header cannot be read.
+    size: of the image as it is shown. stored: as it is stored. orientation: of EXIF, 1 to 8.
+    """
+
+    size: tuple[int, int]
+    stored: tuple[int, int]
+    orientation: int
+
+
+def header_of(data: bytes | memoryview) -> Header:
+    """Return the header of an image. Pixels are not decoded.
+
+    Raises SampleError for a header that cannot be read.
     """
     try:
         with open_picture(data) as image:
-            (width, height), orientation = image.size, image.getexif().get(_ORIENTATION)
-            return (height, width) if orientation in _TRANSPOSED else (width, height)
+            # Pillow decodes a PNG to find EXIF data behind its pixels.
+            is_plain = image.format == "PNG" and not _PNG_TAGS.search(data)
+            tag = 1 if is_plain else image.getexif().get(_ORIENTATION, 1)
+            width, height = image.size
+            return Header((height, width) if tag in _TRANSPOSED else image.size, image.size, tag)
     except Exception as error:  # Pillow's plugins raise errors of any type
         raise SampleError(f"its header cannot be read ({error})") from error

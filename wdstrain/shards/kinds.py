@@ -13,6 +13,7 @@ multi     list<string>                   lists of names
 text      string                         texts of at most 256 characters
 vector    lists of float                 lists of numbers in a joined column
 mask      no column                      images of class numbers
+boxes     no column                      boxes of objects with their classes, as JSON
 
 A joined column (`wt.join`) comes from a table and not from the samples. Its field is "", its entry is
 its name. Its texts, of any length, and its lists of numbers lie in files of their own: the index holds
@@ -40,7 +41,7 @@ import pyarrow as pa
 
 from wdstrain.errors import SampleError
 from wdstrain.report.printing import counted
-from wdstrain.shards.formats import SIDES, format_of, is_image, upright_size
+from wdstrain.shards.formats import SIDES, format_of, header_of, is_image
 from wdstrain.shards.value_files import ValueFile
 
 Place = tuple[str, str | None]  # (field, entry of its JSON document or image, or None)
@@ -135,7 +136,7 @@ class ColumnInfo:
         if not self.classes:
             return KINDS[self.kind].described
         names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
-        some_of = {"multi": "any of ", "mask": "masks of "}.get(self.kind, "")
+        some_of = {"multi": "any of ", "mask": "masks of ", "boxes": "boxes of "}.get(self.kind, "")
         return f"{some_of}{counted(len(self.classes), 'class')}: {names}{self._ignored_text}"
 
     @property
@@ -157,10 +158,10 @@ class ColumnInfo:
     def meaning(self) -> tuple[Any, ...]:
         """What must be equal in several sets for their labels to become one.
 
-        Classes are joined by name, if they have names. Pixels of masks are numbers that no column
-        joins, so all must be equal.
+        Classes are joined by name, if they have names. Pixels of masks and labels of boxes are
+        numbers that no column joins, so all must be equal.
         """
-        if self.kind == "mask":
+        if self.kind in ("mask", "boxes"):
             return self.kind, self.classes, self.ignored
         return self.kind, self.kind == "class" and self.has_names
 
@@ -351,6 +352,7 @@ KINDS = {
     "text": Kind("a text", pa.string(), str, read=text_of),
     "vector": Kind("a list of numbers", pa.large_list(pa.float32()), dtype="float32"),
     "mask": Kind("masks", None, dtype="int64", can_be_label=True),
+    "boxes": Kind("boxes", None, dtype="float32", can_be_label=True),
     NOT_A_COLUMN: Kind("of several types", pa.null()),
 }
 
@@ -463,7 +465,7 @@ def scalar(
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # from an HDF5 or array source
         return npy_array(data).item()
     if column in SIDES and format_of(data) is not None:
-        return upright_size(data)[SIDES.index(column)]
+        return header_of(data).size[SIDES.index(column)]
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text

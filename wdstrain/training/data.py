@@ -21,7 +21,13 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.loader.batch_assembly import Batch
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.columns import Column, as_label, counted
-from wdstrain.shards.declare import complete_column, even_part, read_columns, with_label, with_mask
+from wdstrain.shards.declare import (
+    complete_column,
+    even_part,
+    read_columns,
+    with_field_label,
+    with_label,
+)
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo
@@ -132,7 +138,7 @@ def _with_masks(index: Index, field: str, classes: Sequence[str], ignored: int |
 
     Raises UsageError for shards that declare other classes: a number would be another class.
     """
-    made = with_mask(index, field, classes, ignored)
+    made = with_field_label(index, field, classes, ignored)
     declared = (own for own in (*index.labels, *index.differing) if own.place == (field, None))
     other = next((own for own in declared if own.meaning != made.labels[0].meaning), None)
     reason = index.disagreement(field, None) or (

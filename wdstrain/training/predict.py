@@ -33,7 +33,7 @@ from wdstrain.decode.transforms import center_crop
 from wdstrain.errors import UsageError
 from wdstrain.loader.batch_assembly import TakenBatch
 from wdstrain.report.terminal import Reporter
-from wdstrain.shards.formats import EXTENSIONS, upright_size
+from wdstrain.shards.formats import EXTENSIONS, header_of
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.addresses import INDEX_NAME, Urls
@@ -309,7 +309,7 @@ class PictureSize:
     example: ClassVar[Example] = Example((2,), "int64")
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
-        out[...] = upright_size(data)[::-1]
+        out[...] = header_of(data).size[::-1]
 
 
 # --- samples for the report -----------------------------------------------------------------------

@@ -220,9 +220,9 @@ def _make_head(known: Mapping[str, ColumnInfo], word: str) -> Head:
     needed = 1 if target.kind == "multi" else 2
     reason = f"one of {count} classes" if target.is_class else f"of kind {target.kind}"
     refuse(
-        kind and kind not in possible,
-        f"label {name!r} cannot be learned as {kind!r}: it is {reason}.",
-        f"Use {' or '.join(possible)}. Kinds are {', '.join(HEADS)}.",
+        not possible or (kind and kind not in possible),
+        f"label {name!r} cannot be learned{f' as {kind!r}' if kind else ''}: it is {reason}.",
+        f"Use {' or '.join(possible) or 'another label'}. Kinds are {', '.join(HEADS)}.",
     )
     refuse(
         "number" not in (target.kind, kind) and count < needed,
@@ -245,6 +245,7 @@ _KINDS = {
     "multi": ("multi",),
     "number": ("number",),
     "mask": ("mask",),
+    "boxes": (),
 }
 
 

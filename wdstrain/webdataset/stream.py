@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from wdstrain.decode.boxes import Boxes
 from wdstrain.decode.fields import Field, read_field
 from wdstrain.decode.labels import with_classes
 from wdstrain.decode.transforms import DRAWS
@@ -256,6 +257,8 @@ def read_sample(field: Field, sample: Mapping[str, Any], draws: Any) -> Any:
     example = field.example
     out = None if example is None else np.empty(example.shape, example.dtype)
     try:
+        if isinstance(field, Boxes):
+            return field.read(member, sample[member], None, draws, field.picture_in(sample))
         value = read_field(field, member, memoryview(sample[member]), out, draws)
     except Exception as error:
         where = f"{sample.get('__url__', 'a shard')}: '{sample['__key__']}', field '{member}'"
