@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +106,11 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the last checkpoint of a run."""
     weights: dict[str, torch.Tensor] = torch.load(last(run), weights_only=True)["model"]
     return weights
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    return list(csv.DictReader(table.read_text(encoding="utf-8").splitlines()))
 
 
 def unless_refused(call: Callable[[], T], *words: str) -> T | None:

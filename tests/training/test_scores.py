@@ -141,33 +141,6 @@ def test_auroc_is_right_for_unsure_and_for_certain_models(
     assert scores["auroc"] == pytest.approx(np.mean(areas), abs=0.001)
 
 
-@pytest.mark.parametrize(("weights", "low", "high"), [("none", 0.0, 0.2), ("balanced", 0.4, 0.6)])
-def test_balanced_tag_weights_balance_samples_with_and_without_a_tag(
-    tmp_path: Path, weights: str, low: float, high: float
-) -> None:
-    """A model without input predicts the weighted share of the samples with the tag."""
-    values = [["a"] if i % 20 else ["a", "b"] for i in range(100)]
-    packed(tmp_path / "set", np.ones((100, 4)), values, "multi")
-
-    class Blind(Same):
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            return self.scale.expand(len(pixels), -1)
-
-    options: dict[str, Any] = {
-        "epochs": 8,
-        "batch_size": 10,
-        "lr": 0.3,
-        "class_weights": weights,
-        "model": Blind,
-    }
-    wt.train(tmp_path / "set", tmp_path / "run", fields={"image": image(4)}, **options)
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
-    options = {"model": Blind, "fields": {"image": image(4)}, "probabilities": True}
-    wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", **options)
-    row = next(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
-    assert low <= float(row["y_b"]) <= high
-
-
 def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     outputs = np.random.default_rng(0).normal(size=(30, 4))
     for name in ("train", "one", "other"):

@@ -425,22 +425,6 @@ def test_a_regression_run_resumes_with_shards_on_a_server(tmp_path: Path) -> Non
     assert len(done.epochs) == 2
 
 
-class Loud(torch.nn.Sequential):
-    """A model of two numbers, which overflows 16 bits where one is large."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__(torch.nn.Linear(2, 8), torch.nn.Linear(8, outputs))
-
-
-def test_steps_that_all_overflow_16_bits_end_the_run(tmp_path: Path) -> None:
-    arrays = [np.array([1e9, i % 2], np.float32) for i in range(64)]
-    wt.pack(({"x.npy": x, "cls": i % 2} for i, x in enumerate(arrays)), tmp_path / "set")
-    fields = {"image": wt.array("x.npy", shape=(2,), dtype="float32")}
-    options = {**PLAIN, "batch_size": 2, "model": Loud, "fields": fields, "amp": "fp16"}
-    with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
-        wt.train(tmp_path / "set", tmp_path / "run", device="cpu", **options)
-
-
 # --- several processes ---
 
 JOINED = """

@@ -1,26 +1,24 @@
-"""`training_step`: losses that need the model, alone and resumed."""
+"""Steps of training: `training_step` for losses that need the model, and 16 bits that overflow.
+
+tests/oracle/test_training.py draws all other arithmetic of a step.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import wdstrain as wt
-from tests.support.small_runs import small_image
+from tests.support.small_runs import SMALL, Stop, last, small_image
 
-OPTIONS: dict[str, Any] = {
-    "epochs": 2,
-    "batch_size": 8,
-    "image_size": 8,
-    "lr": 0.01,
-    "device": "cpu",
-    "deterministic": True,
-}
+OPTIONS: dict[str, Any] = {**SMALL, "epochs": 2, "lr": 0.01, "deterministic": True}
+OPTIONS["schedule"] = "onecycle"
 
 
 class Net(nn.Module):
@@ -74,17 +72,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-class StopAt(wt.Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if (trainer.state.epoch, trainer.state.step) == (1, 2):
-            trainer.stop("half way")
-
-
-def saved(run: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
-    return state
-
-
 def test_a_step_that_does_what_training_does_gives_the_same_bits(
     shards: Path, tmp_path: Path
 ) -> None:
@@ -108,25 +95,60 @@ def test_losses_that_need_the_model_are_learned_and_resumed(
 
     whole = train("whole")
     assert whole.epochs[1]["loss"] < whole.epochs[0]["loss"]
-    train("resumed", callbacks=[StopAt()])
+    train("resumed", callbacks=[Stop(1, 2)])
     train("resumed", resume=True)
-    first, second = saved(tmp_path / "whole"), saved(tmp_path / "resumed")
+    first, second = (
+        torch.load(last(tmp_path / name), weights_only=True) for name in ("whole", "resumed")
+    )
     for name in ("model", "optimizer", "criterion_state"):
         torch.testing.assert_close(first.get(name), second.get(name), rtol=0, atol=0)
     with pytest.raises(wt.UsageError, match="training_step was .*, is None"):
         wt.train(shards, tmp_path / "resumed", model=Net, resume=True, **OPTIONS, **more)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"training_step": "loss"}, r"must be a function \(batch, model\)"),
-        ({"training_step": contrastive, "label_smoothing": 0.1}, "no effect with training_step="),
-    ],
-)
-def test_steps_that_are_none_and_options_without_effect_are_refused(
-    shards: Path, tmp_path: Path, options: dict[str, Any], words: str
+# --- 16 bits ---
+
+
+class Weights(wt.Callback):
+    """Callback that keeps the first weights after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen.append(next(trainer.model.parameters()).detach().clone())
+
+
+def test_a_step_whose_gradient_overflows_16_bits_is_skipped_and_counted(
+    shards: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(wt.UsageError, match=words):
-        wt.train(shards, tmp_path / "run", model=Net, **OPTIONS, **options)
-    assert not (tmp_path / "run").exists()
+    calls: list[int] = []
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but with an infinite gradient
+        return functional.cross_entropy(outputs, target, reduction="none") * planted
+
+    options = {**OPTIONS, "epochs": 1, "amp": "fp16", "callbacks": [weights := Weights()]}
+    done = wt.train(shards, tmp_path / "run", model=Net, criterion=loss, **options)
+    assert done.epochs[0]["skipped_steps"] == 2
+    pairs = zip(weights.seen[:3], weights.seen[1:4], strict=True)
+    assert [torch.equal(*pair) for pair in pairs] == [True, True, False]
+    assert "skipped_steps" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+class Loud(nn.Sequential):
+    """A model of two numbers, which overflows 16 bits where one is large."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(nn.Linear(2, 8), nn.Linear(8, outputs))
+
+
+def test_steps_that_all_overflow_16_bits_end_the_run(tmp_path: Path) -> None:
+    arrays = [np.array([1e9, i % 2], np.float32) for i in range(64)]
+    wt.pack(({"x.npy": x, "cls": i % 2} for i, x in enumerate(arrays)), tmp_path / "set")
+    fields = {"image": wt.array("x.npy", shape=(2,), dtype="float32")}
+    options = {**SMALL, "batch_size": 2, "model": Loud, "fields": fields, "amp": "fp16"}
+    del options["image_size"]
+    with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
+        wt.train(tmp_path / "set", tmp_path / "run", **options)

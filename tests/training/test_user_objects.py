@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,25 +80,6 @@ def test_an_optimizer_keeps_the_values_that_its_function_gave(
 ) -> None:
     seen = groups_of(shards, tmp_path / "run", make)
     assert {name: seen.values(name) for name in expected} == expected
-
-
-def test_the_factor_of_the_backbone_scales_the_rate_of_a_given_optimizer(
-    shards: Path, tmp_path: Path
-) -> None:
-    make = lambda groups: torch.optim.SGD(groups, lr=1e-5)  # noqa: E731
-    seen = groups_of(shards, tmp_path / "run", make, model=TwoLayers, backbone_lr=0.1)
-    assert {round(rate / 1e-5, 6) for rate in seen.values("lr")} == {0.1, 1.0}
-
-
-class TwoLayers(nn.Module):
-    """Linear layers, first and last."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(192, 4), nn.Linear(4, outputs)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(image.flatten(1)))
 
 
 def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path) -> None:
@@ -336,18 +318,26 @@ def test_weights_of_a_run_keep_the_meaning_of_their_classes(shards: Path, tmp_pa
         assert run.val["accuracy"] == pytest.approx(1 / 4)
 
 
+PREFIXES = ("model", "net", "module", "_orig_mod", "module._orig_mod")
+
+
+def prefixed(prefix: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that gives weights the names of a wrapper, such as Lightning's."""
+    return lambda state: {"state_dict": {f"{prefix}{name}": w for name, w in state.items()}}
+
+
 @pytest.mark.parametrize(
     "form",
     [
         lambda state: state,
         lambda state: {"model": state, "epoch": 3},
         lambda state: {"state_dict": state, "epoch": 3},
-        lambda state: {"state_dict": {f"model.{name}": value for name, value in state.items()}},
         lambda state: {"model_state_dict": state, "epoch": 3},
-        lambda state: {"state_dict": {f"net.{n}": value for n, value in state.items()}},
         lambda state: {"net": state, "optimizer": {}},
+        lambda state: {"model": state, "args": argparse.Namespace(lr=0.1)},
+        *(prefixed(f"{name}.") for name in PREFIXES),
     ],
-    ids=["plain", "model", "state_dict", "Lightning", "tutorial", "net.", "net"],
+    ids=["plain", "model", "state_dict", "tutorial", "net", "arguments of a script", *PREFIXES],
 )
 def test_weights_are_found_in_checkpoints_of_other_trainers(
     shards: Path, tmp_path: Path, form: Callable[[dict[str, Any]], Any]
