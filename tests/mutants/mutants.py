@@ -99,7 +99,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "training": (
         "tests/golden/test_checkpoint_keys.py",
         "tests/oracle/test_training.py",
-        "tests/training/test_arithmetic.py",
         "tests/training/test_scores.py",
         "tests/training/test_user_objects.py",
         "tests/training/test_run_truth.py",

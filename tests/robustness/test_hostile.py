@@ -25,7 +25,6 @@ from isal import isal_zlib
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_picture_shards, write_shards, write_tar
-from tests.support.small_runs import two_classes
 from wdstrain.cli.main import main
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.training.train import train
@@ -344,29 +343,6 @@ def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, ca
         (tmp_path / "x.npy").write_bytes(data)
         with pytest.raises(WdstrainError, match="x.npy"):
             wt.convert_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "out"))
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (":", "Use module:function"),
-        (".mine:net", "Use module:function"),
-        ("mine:", "Use module:function"),
-        ("broken_syntax:net", "broken_syntax:net: SyntaxError"),
-        ("broken_import:net", "broken_import:net: ValueError: boom"),
-        ("not_there:net", "No module named 'not_there'"),
-    ],
-)
-def test_an_invalid_model_is_refused(
-    model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
-    (tmp_path / "broken_import.py").write_text("raise ValueError('boom')\n")
-    monkeypatch.chdir(tmp_path)
-    two_classes(tmp_path / "set", 16)
-    assert main(["train", "set", "--out", "run", "--model", model]) == 2
-    assert re.search(words, capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()
 
 
 def without_root_privileges() -> list[str]:
