@@ -1,4 +1,7 @@
-"""With FSDP each process holds a part of the model, and the run equals that of one process."""
+"""With FSDP each process holds a part of the model, and the run equals that of one process.
+
+Batch norms are synchronized on GPUs only.
+"""
 
 from __future__ import annotations
 
@@ -129,3 +132,11 @@ def test_a_compiled_model_is_split_and_learns_as_without_compiling(
         state_of(out)["state"]["history"] for out in (compiled, plain)
     )
     assert compiled_history[0]["loss"] == pytest.approx(plain_history[0]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_synchronized_batch_norms_are_refused_on_a_cpu(pets: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "model": "small", "freeze": None, "sync_batchnorm": True}
+    with pytest.raises(AssertionError, match="synchronizes batch norms on GPUs only"):
+        run_job(2, pets, [(str(tmp_path / "run"), {**options, "unfreeze_epoch": None})])
+    assert not (tmp_path / "run").exists()

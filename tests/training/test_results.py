@@ -19,6 +19,7 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.support.small_runs import (
+    KINDS,
     PLAIN,
     SMALL,
     Bias,
@@ -26,6 +27,7 @@ from tests.support.small_runs import (
     Linear,
     last,
     numbers,
+    of_kind,
     small_image,
     two_classes,
 )
@@ -35,14 +37,6 @@ MODEL = ["--model", "tests.support.small_runs:Linear", "--device", "cpu"]
 
 # --- names and types ------------------------------------------------------------------------------
 
-BIRDS, WEATHER = ("heron", "finch", "eagle"), ("wet", "cold", "dark")
-KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
-    "binary": (wt.Label("y", "class", "json", "y", ("no", "yes")), lambda i: ("no", "yes")[i % 2]),
-    "class": (wt.Label("y", "class", "json", "y", BIRDS), lambda i: BIRDS[i % 3]),
-    "multi": (wt.Label("y", "multi", "json", "y", WEATHER), lambda i: list(WEATHER[i % 3 :])),
-    "number": (wt.Label("y", "number", "json", "y"), lambda i: i % 5),
-}
-
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
@@ -50,11 +44,8 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     folder = tmp_path_factory.mktemp("kinds")
 
     def find(kind: str) -> tuple[Path, Path]:
-        shards, out = folder / kind, folder / f"{kind} run"
-        if not shards.exists():
-            label, value = KINDS[kind]
-            samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
-            wt.pack(samples, shards, labels=[label])
+        shards, out = of_kind(folder / kind, kind), folder / f"{kind} run"
+        if not out.exists():
             wt.train(shards, out, val=shards, model=Linear, **SMALL)
         return shards, out
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, flags, write_class_folder
+from tests.support.children import Program
 from tests.support.small_runs import numbers
 from wdstrain.cli import main
 from wdstrain.training.checkpoint import read_checkpoint
@@ -225,74 +226,86 @@ def test_a_batch_size_that_ranks_cannot_divide_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-RANKS = """
+# --- processes that joined a group themselves ---
+
+GROUP = """
 import json, os, sys
 from datetime import timedelta
-import torch, torch.distributed as dist
+import torch.distributed as dist
 import wdstrain as wt
-from tests.support.small_runs import SMALL, Bias, Constant, Lines
+from tests.support.small_runs import SMALL, Bias, Constant, Linear, Lines
 
-rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), sys.argv[2]
 meeting = {"init_method": f"file://{folder}/meet", "timeout": timedelta(seconds=20)}
 dist.init_process_group("gloo", rank=rank, world_size=2, **meeting)
-options = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay": 0.0, "progress": Lines()}
-val = f"{folder}/set"
-if case == "full disk":  # rank 0 cannot write the best checkpoint of the second epoch
-    replace, failures = os.replace, iter([False, True])
+shards, out, val = f"{folder}/set", f"{folder}/run", f"{folder}/set"
+options = {**SMALL, "model": Linear, "progress": Lines()}
+still = {**options, "model": Constant, "lr": 1e-12, "weight_decay": 0.0}
+"""
 
-    def replaced(source, target, **named):
-        if str(target).endswith("best.pt") and next(failures, False):
-            raise OSError(28, "No space left on device")
-        return replace(source, target, **named)
+SHARING = """
+done = wt.train(shards, out, val=val, **options)
+print(done.epochs[0]["samples"], done.val["samples"])
+"""
 
-    os.replace = replaced
-    # epochs 2 and 3 improve on the first, and no later one
-    options |= {"callbacks": [Bias([3.0, 2.0, 2.0, 2.0, 2.0, 2.0])], "epochs": 6, "patience": 2}
-elif case == "validation" and rank:
-    val = f"{folder}/other"
+DYING = """
+import signal
+
+class Dying(Linear):
+    def forward(self, x):
+        if rank and self.training:
+            os._exit(1)
+        return super().forward(x)
+
 try:
-    done = wt.train(f"{folder}/set", f"{folder}/run", val=val, **options)
-    print(json.dumps([len(done.epochs), done.stop_reason]))
+    wt.train(shards, out, **{**options, "model": Dying})
+except wt.WdstrainError as error:
+    print("of this job ended" in str(error), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+
+FULL_DISK = """
+replace, failures = os.replace, iter([False, True])
+
+def replaced(source, target, **named):  # no best checkpoint of the second epoch on rank 0
+    if not rank and str(target).endswith("best.pt") and next(failures, False):
+        raise OSError(28, "No space left on device")
+    return replace(source, target, **named)
+
+os.replace = replaced
+# epochs 2 and 3 improve on the first, and no later one
+bias = Bias([3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+done = wt.train(shards, out, val=val, callbacks=[bias], **{**still, "epochs": 6, "patience": 2})
+print(len(done.epochs), done.stop_reason)
+"""
+
+OTHER_VALIDATION = """
+try:
+    wt.train(shards, out, val=f"{folder}/other" if rank else val, **still)
 except wt.UsageError as error:
-    print(json.dumps(["refused", str(error)]))
-except (wt.WdstrainError, RuntimeError) as error:
-    print(json.dumps(["failed", str(error)]))
-sys.stdout.flush()
-os._exit(0)
+    print("refused: shards" if "shards" in str(error) else error)
 """
 
 
-def outcomes_of_ranks(folder: Path, case: str) -> list[Any]:
-    """Return [epochs, reason], ["refused", error] or ["failed", error] of two ranks.
-
-    A rank fails if it waits for another one for 20 seconds.
-    """
-    words = [sys.executable, "-c", RANKS]
-    ranks = [
-        subprocess.Popen([*words, str(rank), str(folder), case], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        return [json.loads(process.communicate(timeout=100)[0]) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-
-
 @pytest.mark.slow
-def test_ranks_end_at_the_same_epoch_after_a_best_checkpoint_that_failed(tmp_path: Path) -> None:
-    numbers(tmp_path / "set", [i % 2 for i in range(16)])
-    first, second = outcomes_of_ranks(tmp_path, "full disk")
-    assert first == second
-    assert first[0] != "failed"
-
-
-@pytest.mark.slow
-def test_ranks_with_other_validation_shards_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        pytest.param(SHARING, "16 16", id="share the samples"),
+        pytest.param(DYING, "True True", id="a lost process leaves the signal handlers"),
+        pytest.param(
+            FULL_DISK, "4 mse did not improve", id="end at the same epoch after a failed checkpoint"
+        ),
+        pytest.param(OTHER_VALIDATION, "refused: shards", id="other validation shards"),
+    ],
+)
+def test_processes_that_joined_a_group_train_as_one_job(
+    tmp_path: Path, program: str, printed: str
+) -> None:
+    """A rank fails if it waits for another one for 20 seconds."""
     for name, count in (("set", 16), ("other", 40)):
         numbers(tmp_path / name, [i % 2 for i in range(count)])
-    found = outcomes_of_ranks(tmp_path, "validation")
-    assert [outcome[0] for outcome in found] == ["refused", "refused"]
-    assert all("shards" in outcome[1] for outcome in found)
+    first, second = (
+        started.end() for started in [Program(GROUP + program, rank, tmp_path) for rank in (0, 1)]
+    )
+    assert first.out.startswith(printed), first.err
+    assert second.out == first.out or program is DYING, second.err
