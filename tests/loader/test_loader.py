@@ -502,32 +502,6 @@ def test_worker_processes_deliver_the_same_tensors_as_threads(tmp_path: Path) ->
             process_batch[name][0] = 0  # the caller owns the tensor and may write to it
 
 
-@pytest.mark.parametrize(
-    ("context", "workers"), quick_and_slow([("fork", 3), ("spawn", 1), ("forkserver", 1)], 2)
-)
-def test_every_start_method_delivers_the_pixels_of_threads(
-    pictures: Path, context: Any, workers: int
-) -> None:
-    """Random crops included, over two epochs."""
-
-    def epochs(**options: Any) -> list[Any]:
-        loader = wt.Loader(pictures, FIELDS, batch_size=8, shuffle_buffer=11, **options)
-        batches = itertools.chain(loader, loader)
-        actual = [
-            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone()) for b in batches
-        ]
-        loader.close()
-        return actual
-
-    in_processes = epochs(num_workers=workers, multiprocessing_context=context)
-    for in_thread, in_process in zip(epochs(), in_processes, strict=True):
-        assert in_thread[:3] == in_process[:3]
-        assert torch.equal(in_thread[3], in_process[3])
-    image = in_processes[0][3]
-    assert (image.shape, image.dtype) == ((8, 3, 16, 20), torch.uint8)
-    assert image.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_the_report_counts_padded_rows_and_samples_that_are_left_out(shards: Path) -> None:
     for tail, counts in (("drop", (0, 5)), ("pad", (3, 0))):
         loader = wt.Loader(shards, batch_size=8, tail=tail)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import keys_of, write_shards, write_tar
+from tests.conftest import keys_of, write_tar
 
 Make = Callable[..., wt.Loader]
 
@@ -264,44 +264,6 @@ def test_weights_of_a_mixture_are_finite_numbers_of_any_type(shards: Path) -> No
 
 
 # --- copies ---
-
-
-def pickled(loader: wt.Loader) -> wt.Loader:
-    copied: wt.Loader = pickle.loads(pickle.dumps(loader))
-    return copied
-
-
-@pytest.fixture(params=["one set", "mixture"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    counts = {"a": [7, 13, 1], "b": [30]}
-    sets = {name: write_shards(tmp_path / name, count) for name, count in counts.items()}
-
-    def made(**options: Any) -> wt.Loader:
-        options = {"batch_size": 4, "seed": 5, "shuffle_buffer": 9, **options}
-        options["fields"] = {"label": wt.label()}
-        if request.param == "one set":
-            return wt.Loader(sets["a"], **options)
-        return wt.mix(sets, weights={"a": 2, "b": 1}, **options)
-
-    return made
-
-
-@pytest.mark.parametrize(
-    ("copied", "num_workers"), [(pickled, 1), (copy.deepcopy, 0), (copy.copy, 0)]
-)
-def test_a_copy_of_a_loader_starts_at_the_position_of_the_loader(
-    make: Make, copied: Make, num_workers: int
-) -> None:
-    uninterrupted = keys_of(make())
-    delivered = list[list[str]]()
-    with make(num_workers=num_workers) as loader, copied(loader) as untouched:
-        for batch in loader:
-            delivered.append(batch["__key__"])
-            if len(delivered) == 2:
-                taken = copied(loader)
-        assert delivered == keys_of(untouched) == uninterrupted
-    with taken:
-        assert keys_of(taken) == uninterrupted[2:]
 
 
 def test_a_copy_has_the_rank_and_the_options_of_its_loader(

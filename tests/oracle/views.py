@@ -50,6 +50,7 @@ def options(view: str) -> dict[str, Any]:
     elif view == "tensors":
         fields |= {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
         fields |= {"image": wt.image("png", size=SIDE)}
+        fields |= {"crop": wt.image("png", size=(4, 6), augment="rrc+flip")}
     else:
         fields |= {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
         fields |= {"angle": wt.number("json.angle")}
@@ -70,6 +71,11 @@ DECODED = {
 def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the samples of a batch, row by row; padding counts as a row."""
     return [int(number) for number in batch["number"]]
+
+
+def drawn(batch: Mapping[str, Any]) -> list[Any]:
+    """Return what random numbers made: it depends on the seed, the epoch and the sample alone."""
+    return [batch[name].tolist() for name in ("drawn", "crop", "__rng__") if name in batch]
 
 
 def compare(
@@ -95,6 +101,12 @@ def _compare_values(
     view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]
 ) -> None:
     assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
+    if view == "tensors":
+        for image in (batch["image"], batch["crop"]):
+            assert image.dtype == torch.uint8
+            assert image.is_contiguous(memory_format=torch.channels_last)
+    if view in ("raw", "tensors"):
+        assert batch["label"].dtype == torch.int64
     if view != "raw":
         assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
     if view in ("raw", "tensors"):
