@@ -263,15 +263,6 @@ def test_a_pass_over_all_workers_is_an_epoch_after_partial_passes(
         assert passed(lambda: workers_of(data, 2)) == 5
 
 
-def test_two_data_loaders_over_one_stream_take_epochs_in_turn(numbered: Path) -> None:
-    stream = wt.stream(numbered)
-    actual: list[list[Any]] = [[], []]
-    for pair in zip(workers_of(stream, 2), workers_of(stream, 2), strict=True):
-        for samples, sample in zip(actual, pair, strict=True):
-            samples.append(sample)
-    assert sorted(map(epoch_of, actual)) == [0, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_spawned_workers_count_epochs(numbered: Path, context: str) -> None:

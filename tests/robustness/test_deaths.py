@@ -31,7 +31,6 @@ from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, W
 from wdstrain.runtime.workers import DeferSignals
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
-from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
 
@@ -391,22 +390,6 @@ def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
         with ExitStack() as stack:
             open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=resume)
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
-
-
-def test_a_part_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
-    """Flushed files never look like this, but some disks may return it after a power cut."""
-    index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    shard, cache = index.shards[0], Cache(str(tmp_path / "cache"))
-    path, data = "http://127.0.0.1:9/train-000000.tar", Path(shard.path).read_bytes()
-    place = cache.place(path, shard.bytes, shard.sha256)
-    for content, is_kept in ((bytes(shard.bytes), False), (data, True)):
-        Path(f"{place}.{shard.bytes}.part").write_bytes(content)
-        file = cache.open(path, shard.bytes, shard.sha256)
-        cache.stop(10)
-        if file is not None:
-            file.close()
-        assert os.path.exists(place) == is_kept
-    assert Path(place).read_bytes() == data
 
 
 # --- workers ---

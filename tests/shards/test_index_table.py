@@ -78,32 +78,6 @@ def test_offsets_and_checksums_are_those_of_the_bytes(packed: Path) -> None:
         assert (row["txt.offset"] is None) == (number % 5 == 0)
 
 
-def test_a_loader_reads_samples_that_lack_fields_in_any_order(tmp_path: Path) -> None:
-    """Members have another order in each sample, so the columns are not sorted by offset."""
-    random = np.random.default_rng(0)
-    samples = []
-    for number in range(60):
-        names = random.permutation(["a", "b", "c", "d"])[: random.integers(1, 5)]
-        samples.append((f"k{number}", {n: f"{n}{number}".encode() for n in names}))
-    write_tar(tmp_path / "s.tar", samples)
-    wt.index(tmp_path)
-    index = wt.open(tmp_path)
-    for number, (_, fields) in enumerate(samples):
-        assert [name for name, _, _ in index.members(number)] == list(fields)
-    read = {}
-    with wt.Loader(
-        tmp_path,
-        transform=lambda sample: {"n": dict(sample)},
-        batch_size=7,
-        collate_fn=lambda examples: {"examples": examples},
-        tail="keep",
-    ) as loader:
-        for batch in loader:
-            read |= {example["n"].pop("__key__"): example["n"] for example in batch["examples"]}
-    for key, fields in samples:
-        assert {n: bytes(v) for n, v in read[key].items() if not n.startswith("__")} == fields
-
-
 def test_other_programs_open_the_index(packed: Path) -> None:
     """A guide that names DuckDB shows the lines that work, or `from 'index.arrow'` does."""
     pandas, polars, duckdb = map(pytest.importorskip, ("pandas", "polars", "duckdb"))

@@ -180,28 +180,6 @@ def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
     assert keys(first["train"]) != keys(second["train"])
 
 
-@pytest.mark.parametrize("stratify", [None, "kind", "json.two words", "cls"])
-@pytest.mark.parametrize("by", [None, "sender_id"])
-def test_splits_and_folds_keep_groups_and_shares(
-    index: wt.Index, by: str | None, stratify: str | None
-) -> None:
-    options: dict[str, Any] = {"by": by, "stratify": stratify}
-    parts = [*index.split({"a": 0.5, "b": 0.3, "c": 0.2}, **options).values()]
-    assert [len(part) for part in parts] == [30, 18, 12]
-    folds = list(index.folds(5, seed=4, **options))
-    for train, val in folds:
-        assert len(val) == 12
-        assert sorted(keys(train) + keys(val)) == keys(index)
-    for divided in (parts, [val for _, val in folds]):
-        assert sorted(key for part in divided for key in keys(part)) == keys(index)
-        groups = [set(part.table["sender_id"].to_pylist()) for part in divided]
-        assert by is None or sum(map(len, groups)) == 10
-    if stratify is not None:
-        val = index.split({"train": 0.9, "val": 0.1}, stratify=stratify)["val"]
-        column = {"json.two words": "two words", "cls": "label"}.get(stratify, stratify)
-        assert len(set(Counter(val.table[column].to_pylist()).values())) == 1
-
-
 @pytest.mark.parametrize("folds", [3, 5])
 def test_folds_divide_each_class_evenly(tmp_path: Path, folds: int) -> None:
     sizes = range(1, 60)

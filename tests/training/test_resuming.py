@@ -185,15 +185,6 @@ def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signa
     assert raised.value.status == 128 + number
 
 
-def test_a_run_resumes_with_other_workers_to_the_same_bits(
-    pets: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    stopped_at(pets, tmp_path / "run", "training", 13, signal.SIGINT)
-    other = {"num_workers": 2, "checkpoint_every": 0, "keep": 1}
-    train(str(pets), tmp_path / "run", resume=True, **{**OPTIONS, **other})
-    same(tmp_path / "run", undisturbed)
-
-
 def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
     pets: Path, tmp_path: Path
 ) -> None:

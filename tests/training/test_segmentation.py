@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
@@ -19,6 +18,7 @@ from PIL import Image
 import wdstrain as wt
 from tests.conftest import write_tar
 from tests.support.outcomes import result_or_refusal
+from tests.support.small_runs import rows_of
 from wdstrain.cli import main
 
 COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
@@ -66,10 +66,6 @@ def run(shards: Path) -> Path:
     words += ["--batch-size", "8", "--epochs", "5", "--augment", "rrc+flip", "--deterministic"]
     assert main(["train", str(shards), "--out", str(out), *words]) == 0
     return out
-
-
-def rows_of(table: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(table.read_text().splitlines()))
 
 
 def best(run: Path) -> str:
@@ -201,12 +197,6 @@ def test_masks_are_predicted_as_files_for_shards_and_folders(
             wt.predict(best(run), mixed, tmp_path / "o.csv", **{option: True})
     with pytest.raises(wt.UsageError, match="p has files already"):
         wt.predict(best(run), mixed, tmp_path / "p.csv")
-
-
-def test_an_exported_model_has_the_outputs_of_each_pixel(run: Path, tmp_path: Path) -> None:
-    wt.export(best(run), tmp_path / "m.pt2")
-    program = torch.export.load(tmp_path / "m.pt2").module()
-    assert program(torch.zeros(3, 3, 16, 16)).shape == (3, 3, 16, 16)
 
 
 # --- metrics ---
