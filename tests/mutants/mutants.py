@@ -105,7 +105,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training/test_training.py",
         "tests/training/test_outcomes.py",
         "tests/training/test_data.py",
-        "tests/training/test_objects.py",
         "tests/training/test_inputs.py",
         "tests/training/test_segmentation.py",
         "tests/training/test_trained.py",
@@ -194,12 +193,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
     "training/metrics.py": (
         "tests/training/test_recipes.py",
-        "tests/training/test_objects.py::test_metrics_equal_scikit_learn_without_empty_classes",
+        "tests/training/test_scores.py::test_precision_calibration_and_own_metrics_are_those_of_several_labels",
         "tests/training/test_scores.py",
     ),
     "training/tasks.py": (
         "tests/training/test_recipes.py",
-        "tests/training/test_objects.py",
         "tests/training/test_run_truth.py",
     ),
     "training/train.py": (

@@ -28,6 +28,7 @@ from tests.support.small_runs import (
     last,
     numbers,
     of_kind,
+    rows_of,
     small_image,
     two_classes,
 )
@@ -66,6 +67,26 @@ def test_columns_of_predictions_are_plain_names(
     names = head.split(",") if is_csv else pq.read_schema(table).names
     assert len(set(names)) == len(names)
     assert [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)] == []
+
+
+def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
+    labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    shards, run = labeled("class")
+    given: dict[str, Any] = {"model": Linear, "probabilities": True, "embeddings": True}
+    for name in ("p.csv", "p.parquet"):
+        assert wt.predict(last(run), shards, tmp_path / name, **given).rows == 16
+    lines, table = rows_of(tmp_path / "p.csv"), pq.read_table(tmp_path / "p.parquet")
+    kinds = {field.name: str(field.type) for field in table.schema}
+    assert kinds["y"] == kinds["error"] == "string"
+    assert kinds["y_probability"] == kinds["y_heron"] == "double"
+    assert table["error"].null_count == 16
+    for line, row in zip(lines, table.to_pylist(), strict=True):
+        assert (line["key"], line["y"]) == (row["key"], row["y"])
+        assert json.loads(line["embedding"]) == pytest.approx(row["embedding"], rel=1e-6)
+        assert len(row["embedding"]) == 192
+    with pytest.raises(wt.UsageError, match=r"must end in \.csv or \.parquet"):
+        wt.predict(last(run), shards, tmp_path / "p.txt", model=Linear)
 
 
 def test_counts_of_samples_are_whole_numbers_in_json(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torchmetrics
 from sklearn.metrics import (
     accuracy_score,
+    average_precision_score,
+    cohen_kappa_score,
     f1_score,
     mean_absolute_error,
     mean_squared_error,
@@ -20,14 +22,11 @@ from sklearn.metrics import (
 )
 
 import wdstrain as wt
+from tests.support.small_runs import last, rows_of
 
 Array = npt.NDArray[Any]
 CLASSES = ("a", "b", "c", "d")
-QUIET: dict[str, Any] = {
-    "epochs": 1,
-    "batch_size": 16,
-    "lr": 1e-30,
-}  # so small that the model does not change
+QUIET: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 1e-30}  # the model does not change
 
 
 class Same(torch.nn.Module):
@@ -68,12 +67,10 @@ def predicted(
 ) -> tuple[dict[str, float], list[dict[str, str]]]:
     """Return metrics, and rows of predictions, of a model with these outputs on `folder`/set."""
     given: dict[str, Any] = {"model": Same, "fields": {"image": image(outputs.shape[1])}}
-    shards, checkpoint = folder / "set", folder / "run" / "checkpoints" / "last.pt"
+    shards, checkpoint = folder / "set", last(folder / "run")
     wt.train(shards, folder / "run", **given, **QUIET)
     wt.predict(checkpoint, shards, folder / "p.csv", **given, **options)
-    with open(folder / "p.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return wt.evaluate(checkpoint, shards, **given)[1], rows
+    return wt.evaluate(checkpoint, shards, **given)[1], rows_of(folder / "p.csv")
 
 
 def scored(
@@ -149,7 +146,7 @@ def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": Same, "fields": {"image": image(4)}}
     done = wt.train(tmp_path / "train", tmp_path / "run", val=val, **options, **QUIET)
     assert done.val["samples"] == 60
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    checkpoint = last(tmp_path / "run")
     assert wt.evaluate(checkpoint, val, **options)[1]["samples"] == 60
 
 
@@ -211,3 +208,35 @@ def test_a_single_tag_is_learned_and_scored(tmp_path: Path) -> None:
     assert scores["accuracy"] == scores["exact"] == pytest.approx(0.8)
     assert scores["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
     assert scores["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))
+
+
+def test_precision_calibration_and_own_metrics_are_those_of_several_labels(tmp_path: Path) -> None:
+    """No sample has the last tag."""
+    rng = np.random.default_rng(3)
+    outputs, true = rng.normal(size=(60, 6)), rng.integers(0, 3, 60)
+    has = rng.random((60, 3)) < [0.4, 0.2, 0]
+    labels = [
+        wt.Label("y", "class", "json", "y", CLASSES[:3]),
+        wt.Label("tags", "multi", "json", "tags", CLASSES[:3]),
+    ]
+    samples = (
+        {
+            "x.npy": row.astype(np.float32),
+            "json": {"y": CLASSES[y], "tags": np.array(CLASSES[:3])[own].tolist()},
+        }
+        for row, y, own in zip(outputs, true, has, strict=True)
+    )
+    wt.pack(samples, tmp_path / "set", labels=labels)
+    given: dict[str, Any] = {"model": Same, "fields": {"image": image(6)}}
+    wt.train(tmp_path / "set", tmp_path / "run", label="y,tags", **given, **QUIET)
+    given["metrics"] = {"y/kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=3)}
+    scores = wt.evaluate(last(tmp_path / "run"), tmp_path / "set", **given)[1]
+    guess, shares = outputs[:, :3].argmax(1), np.exp(outputs[:, :3])
+    assert scores["y/kappa"] == pytest.approx(cohen_kappa_score(true, guess), abs=1e-6)
+    precision = [average_precision_score(has[:, i], outputs[:, 3 + i]) for i in range(2)]
+    assert scores["tags/mAP"] == pytest.approx(np.mean(precision), abs=0.003)
+    assert scores["tags/classes_without_positives"] == 1
+    best = (shares / shares.sum(1, keepdims=True)).max(1)
+    bins = np.minimum((best * 15).astype(int), 14)
+    error = sum(abs(best[bins == b].sum() - (guess == true)[bins == b].sum()) for b in set(bins))
+    assert scores["y/ece"] == pytest.approx(error / 60, abs=1e-5)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import runpy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 import wdstrain as wt
+from tests.conftest import ROOT
 from tests.support.small_runs import (
     SMALL,
     Linear,
@@ -416,3 +420,98 @@ def test_a_progress_that_is_no_display_is_obeyed_or_refused_by_name(
         "repair": lambda: wt.repair(val, tmp_path / "set", **given),
     }
     unless_refused(calls[verb], "progress")
+
+
+# --- callbacks, trackers and refusals --------------------------------------------------------------
+
+
+class Recorder(wt.Callback):
+    """Records the names of the called hooks."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.calls.append("train start")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.calls.append(f"step {trainer.state.step}")
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self.calls.append(f"epoch {metrics['epoch']}")
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        assert Path(path).is_file()
+        self.calls.append("checkpoint")
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.calls.append("train end")
+
+
+def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    wt.train(shards, tmp_path / "run", callbacks=[recorder], **SMALL)
+    steps = [f"step {step}" for step in range(1, 4)]
+    assert recorder.calls == ["train start", *steps, "epoch 0", "checkpoint", "train end"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_gets_options_and_metrics(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callback of scripts/examples logs a run to W&B, offline."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    example = runpy.run_path(str(ROOT / "scripts" / "examples" / "wandb_callback.py"))
+    callback = example["WandbCallback"](project="test", dir=str(tmp_path))
+    done = wt.train(shards, tmp_path / "run", callbacks=[callback], **{**SMALL, "epochs": 2})
+    assert callback.run.config["epochs"] == 2
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    end, texts = time.monotonic() + 60, (b"val/accuracy", done.stop_reason.encode())
+    while not all(text in log.read_bytes() for text in texts):  # W&B's process writes it later
+        assert time.monotonic() < end, log.read_bytes()
+        time.sleep(0.05)
+
+
+def loss(batch: Any, model: Any) -> torch.Tensor:
+    return model(batch["image"]).sum()
+
+
+class Misspelled(wt.Callback):
+    def on_epoch_ended(self, trainer: Any) -> None:
+        """A name that no run calls."""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"criterion": "focal"}, "criterion='focal': must be a function"),
+        ({"criterion": {"x": nn.MSELoss()}}, "criterion names 'x', and the labels are label"),
+        (
+            {"criterion": nn.CrossEntropyLoss(), "label_smoothing": 0.1},
+            "label_smoothing=0.1 has no effect with criterion=",
+        ),
+        ({"metrics": [torchmetrics.MeanMetric()]}, "metrics=.*must be a dict"),
+        ({"training_step": "loss"}, r"must be a function \(batch, model\)"),
+        ({"training_step": loss, "label_smoothing": 0.1}, "no effect with training_step="),
+        ({"grad_checkpointing": True}, "grad_checkpointing= needs a model that has it.*timm"),
+        ({"optimizer": 3}, "optimizer=3: must be a function of parameter groups"),
+        ({"callbacks": [Misspelled()]}, "on_epoch_ended is never called. Methods of callbacks are"),
+        ({"model": lambda n: nn.Linear(10, n)}, "does not take a batch of uint8"),
+    ],
+)
+def test_objects_of_another_kind_are_refused(
+    shards: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", **SMALL, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_no_validation_gives_is_not_monitored(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(wt.UsageError, match="monitor='f2' is not among .*accuracy"):
+        wt.train(shards, tmp_path / "known", monitor="f2", **SMALL)
+    with pytest.raises(wt.UsageError, match="need validation data"):
+        wt.train(f"{shards}/train-*.tar", tmp_path / "run", monitor="f1", **SMALL)
