@@ -194,9 +194,7 @@ def test_a_subsampling_that_simplejpeg_does_not_know_is_decoded(augment: str) ->
 
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_other_images_than_plain_jpegs_are_skipped_by_the_batch_decoder(
-    kind: str, augment: str
-) -> None:
+def test_other_images_than_plain_jpegs_are_left_out_of_the_batch(kind: str, augment: str) -> None:
     images = [jpeg(90 + n, 64) for n in range(6)]
     images[2:2] = [NOT_PLAIN[kind], NOT_PLAIN[kind]]
     images.append(NOT_PLAIN[kind])
@@ -247,9 +245,7 @@ def test_a_subclass_of_the_image_field_decodes_every_image_itself(tmp_path: Path
             assert (batch["plain"] + batch["negative"] == 255).all()
 
 
-def test_a_random_crop_of_a_very_narrow_image_is_its_center_at_the_nearest_ratio(
-    tmp_path: Path,
-) -> None:
+def test_a_random_crop_of_a_narrow_image_is_its_center_at_the_nearest_ratio(tmp_path: Path) -> None:
     """No crop of 8 to 100 % of the area fits: the center with 3 : 4 is taken, as torchvision does."""
     rows = (np.arange(800) % 250).astype(np.uint8)
     pixels = np.broadcast_to(rows[:, None, None], (800, 6, 3))

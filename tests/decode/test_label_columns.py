@@ -95,7 +95,7 @@ QUICK = ["numbers", "names", "mixed", "missing", "lists"]
 
 @pytest.mark.parametrize("place", ["cls", "json"])
 @pytest.mark.parametrize("kind", quick_and_slow(dict.fromkeys([*QUICK, *VALUES]), len(QUICK)))
-def test_label_columns_and_label_bytes_have_equal_values(
+def test_columns_and_bytes_of_labels_have_equal_values(
     tmp_path: Path, place: str, kind: str
 ) -> None:
     if place == "cls" and kind.startswith("lists"):
@@ -199,9 +199,7 @@ def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path)
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"where": "label == 1"}, {"balance": "label"}])
-def test_a_loader_of_columns_reads_no_shard(
-    options: dict[str, Any], num_workers: int, tmp_path: Path
-) -> None:
+def test_columns_need_no_shard(options: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
     """A class and a number of the index are delivered though the shards are gone."""
     rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
     index = wt.pack(rows, tmp_path / "out", shuffle=False)

@@ -107,9 +107,7 @@ def test_augmentation_on_the_device_equals_augmentation_in_memory() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_state_counts_the_batches_that_the_loop_received(
-    pictures: Path, num_workers: int
-) -> None:
+def test_the_state_counts_the_batches_that_a_loop_got(pictures: Path, num_workers: int) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
     expected = keys_of(loader.epoch(0))
     for step, batch in enumerate(wt.to_device(loader.epoch(0), "cuda")):

@@ -66,9 +66,7 @@ def pixels_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
-    photos: Path, num_workers: int
-) -> None:
+def test_one_batch_is_copied_ahead_and_not_yet_counted(photos: Path, num_workers: int) -> None:
     loader = wt.Loader(photos, transform=pixels_of, batch_size=8, num_workers=num_workers)
     expected = [
         (batch["__key__"], batch["image"].clone(), batch[RNG].tolist()) for batch in loader.epoch(0)

@@ -237,9 +237,7 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
 
 
 @pytest.mark.parametrize("when", ["before", "while it is used"])
-def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
-    tmp_path: Path, when: str
-) -> None:
+def test_samples_beyond_the_end_of_a_cut_shard_are_replaced(tmp_path: Path, when: str) -> None:
     """The other samples of that shard are delivered; no partial sample is delivered."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), max_shard_samples=30, shuffle=False)
@@ -356,7 +354,7 @@ def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
-def test_wrong_arguments_are_refused_at_construction(
+def test_wrong_arguments_are_refused_early(
     shards: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -410,9 +408,7 @@ def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_interrupted_loops_leave_no_threads_processes_or_descriptors(
-    pictures: Path, num_workers: int
-) -> None:
+def test_interrupted_loops_leave_no_threads_and_no_files(pictures: Path, num_workers: int) -> None:
     def descriptors(loader: wt.Loader) -> int:
         for _ in loader:
             break
@@ -580,9 +576,7 @@ OTHERS_CHILD = """
         pytest.param(OTHERS_CHILD, "interrupted\nalive 1\n", id="an interrupted start of workers"),
     ],
 )
-def test_a_program_ends_and_leaves_other_processes_alone(
-    shards: Path, program: str, out: str
-) -> None:
+def test_a_program_ends_and_leaves_other_processes(shards: Path, program: str, out: str) -> None:
     done = ended(program, shards)
     assert (done.status, done.out) == (0, out), done.err
 

@@ -49,9 +49,7 @@ def bad_set(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_refused_for_bad_samples_is_not_counted_as_delivered(
-    bad_set: Make, num_workers: int
-) -> None:
+def test_a_batch_refused_for_bad_samples_does_not_count(bad_set: Make, num_workers: int) -> None:
     strict = bad_set(100, {57}, 0.0, num_workers=num_workers)
     batches = iter(strict)
     assert len(list(islice(batches, 5))) == 5
@@ -126,9 +124,7 @@ def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path:
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_set_epoch_in_a_loop_applies_to_the_next_loop(
-    shards: Path, step: int, device: bool
-) -> None:
+def test_set_epoch_in_a_loop_applies_to_the_next(shards: Path, step: int, device: bool) -> None:
     plain, loader, resumed = (wt.Loader(shards, batch_size=4) for _ in range(3))
     epochs = [keys_of(plain.epoch(number)) for number in range(8)]
     delivered = list[list[str]]()
@@ -228,7 +224,7 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_every_function_with_a_seed_requires_an_integer(
+def test_every_function_with_a_seed_needs_an_integer(
     shards: Path, tmp_path: Path, seed: Any
 ) -> None:
     samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]

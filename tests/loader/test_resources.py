@@ -141,9 +141,7 @@ def mapped() -> int:
 @pytest.mark.parametrize(
     ("way", "workers"), [("plain", 0), ("break", 2), ("server", 2), ("failing server", 0)]
 )
-def test_close_releases_memory_without_the_garbage_collector(
-    tmp_path: Path, workers: int, way: str
-) -> None:
+def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, way: str) -> None:
     folder = blobs(tmp_path, shards=2, samples=100, size=1000)
     gc.collect()
     gc.disable()
@@ -177,9 +175,7 @@ def unshared(pid: int) -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="this /proc does not report shared memory"
 )
-def test_a_worker_shares_the_memory_of_its_parent_after_a_garbage_collection(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_shares_the_memory_of_its_parent_after_garbage_collection(tmp_path: Path) -> None:
     folder = blobs(tmp_path, shards=1, samples=20, size=100)
 
     def collecting(sample: dict[str, Any]) -> dict[str, int]:
@@ -220,9 +216,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
 
 
 @pytest.mark.slow
-def test_a_container_with_64_mb_of_dev_shm_is_enough(
-    tmp_path: Path, in_small_shm: Callable[..., str]
-) -> None:
+def test_64_mb_of_dev_shm_are_enough(tmp_path: Path, in_small_shm: Callable[..., str]) -> None:
     folder = tmp_path / "set"
     write_tar(folder / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
     code = """

@@ -118,7 +118,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "order/plan.py": ("tests/golden/test_orders.py", "tests/order/test_plan.py"),
     "order/mixture.py": ("tests/order/test_mixture.py",),
     "order/weighted_plan.py": ("tests/order/test_weighted_plan.py",),
-    "shards/selection.py": ("tests/shards/test_selection.py",),
+    "shards/selection.py": ("tests/shards/test_selection.py", "tests/oracle/test_loading.py"),
     "shards/index_io.py": ("tests/shards/test_index_table.py", "tests/shards/test_index.py"),
     "shards/tar.py": ("tests/shards/test_tar.py",),
     "shards/kinds.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),

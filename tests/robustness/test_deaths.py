@@ -61,9 +61,7 @@ def test_a_fault_of_every_kind_is_survived(part: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
-    tmp_path: Path,
-) -> None:
+def test_a_fault_that_is_not_survived_is_printed_with_the_command_to_repeat(tmp_path: Path) -> None:
     """Without flushing, a power cut loses data of files that have their final name."""
     broken = tmp_path / "wdstrain"
     shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
@@ -123,7 +121,7 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_a_finished_conversion_does_not_remove_the_staging_directory_of_the_next(
+def test_a_finished_conversion_does_not_remove_the_staging_files_of_the_next(
     tmp_path: Path,
 ) -> None:
     """A second conversion begins while the first, already complete, removes its staging files."""

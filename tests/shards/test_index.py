@@ -49,7 +49,7 @@ def scanned_samples(urls: Any) -> int:
     return int(reported[0].split("headers of ")[1].split()[0]) if reported else 0
 
 
-def test_a_scan_is_cached_and_only_changed_shards_are_scanned_again(
+def test_a_scan_is_cached_and_only_changed_shards_are_rescanned(
     shards: Path, tmp_path: Path
 ) -> None:
     names = ["part-000.tar", "part-001.tar", "", "", "part-001.tar"]
@@ -147,9 +147,7 @@ def test_members_keep_the_order_of_their_own_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [["\xe41", "\xf62"], ["a\xe4", "bcd"], ["\u4e2d", "abc"]])
-def test_keys_of_equal_bytes_may_have_other_letters_than_ascii(
-    tmp_path: Path, keys: list[str]
-) -> None:
+def test_keys_of_equal_bytes_may_have_letters_beyond_ascii(tmp_path: Path, keys: list[str]) -> None:
     write_tar(tmp_path / "a.tar", [(key, {"txt": b"x"}) for key in keys])
     assert {len(key.encode()) for key in keys} == {3}
     assert wt.open(tmp_path).keys(np.arange(2)) == keys
@@ -250,9 +248,7 @@ def set_splits(folder: Path, **splits: str) -> None:
     (folder / "index.json").write_text(json.dumps(document))
 
 
-def test_indexing_again_accepts_changed_shards_and_keeps_the_splits(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_indexing_again_takes_changed_shards_and_keeps_splits(shards: Path, tmp_path: Path) -> None:
     set_splits(shards, part_000="val")
     write_shards(tmp_path / "other", [3])
     (tmp_path / "other" / "part-000.tar").rename(shards / "part-003.tar")
@@ -321,9 +317,7 @@ def test_an_index_json_of_another_tool_is_ignored(shards: Path) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_json_that_is_not_an_index_is_refused(
-    shards: Path, place: tuple[Any, ...], value: Any
-) -> None:
+def test_json_that_is_no_index_is_refused(shards: Path, place: tuple[Any, ...], value: Any) -> None:
     """value: at this place of the index; None removes it. Without a place: the text of the file."""
     wt.index(shards)
     text = value
@@ -380,9 +374,7 @@ def test_hidden_shards_belong_to_their_folder(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["written", "moved"])
-def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_shard_that_was_replaced_after_indexing_is_refused(tmp_path: Path, how: str) -> None:
     """The size is equal, and the samples have other offsets."""
     samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
     other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
@@ -463,7 +455,7 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_shards(
         assert [item["key"] for item in replacing.report()["bad_samples"]] == [key]
 
 
-def test_a_rebuilt_index_counts_the_existing_samples(
+def test_a_rebuilt_index_counts_samples_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "set"

@@ -234,9 +234,7 @@ def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: s
         "-b 63 -cf t.tar a.bin; -b 100 -rf t.tar b.bin c.bin",
     ],
 )
-def test_zeros_of_other_records_are_refused_and_repair_saves_all(
-    tmp_path: Path, commands: str
-) -> None:
+def test_zeros_of_other_records_are_refused_and_repaired(tmp_path: Path, commands: str) -> None:
     """Nearly every size is a whole number of some records: a tar that lost its end to zeros would
     be taken for a whole one. Only records of 20 blocks and of powers of two are known.
     """
@@ -283,9 +281,7 @@ _WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
         ),
     ],
 )
-def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
-    data: bytes, tmp_path: Path
-) -> None:
+def test_a_shard_of_whole_samples_is_read_or_can_be_repaired(data: bytes, tmp_path: Path) -> None:
     """To copy such a file again gives the same file; `wdstrain repair` saves every sample."""
     path = tmp_path / "shard.tar"
     path.write_bytes(data)
@@ -296,7 +292,7 @@ def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
 
 @pytest.mark.parametrize("kind", [LNKTYPE, SYMTYPE], ids=["hard", "symbolic"])
 @pytest.mark.parametrize("has_label", [True, False])
-def test_a_file_stored_as_a_link_is_read_or_named(
+def test_a_file_that_is_a_link_is_read_or_named(
     has_label: bool, kind: bytes, tmp_path: Path
 ) -> None:
     """Tar stores the second name of a hard-linked file as a link: its sample must keep the file."""

@@ -67,9 +67,7 @@ def test_each_fold_validates_on_its_part_and_trains_on_the_others(
         assert [row["key"] for row in rows_of(table)] == val.keys(range(len(val)))
 
 
-def test_a_fold_excludes_other_validation_data_and_other_splits(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_fold_excludes_validation_data_and_other_splits(shards: Path, tmp_path: Path) -> None:
     train, val = f"{shards}/train-*.tar", f"{shards}/val-*.tar"
     with pytest.raises(wt.UsageError, match="Give either fold or val"):
         wt.train(train, tmp_path / "run", val=val, fold="1/3", **QUICK)
@@ -173,9 +171,7 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
         (["train", ".", "--out", "run", "--fold", "9/3"], "--fold: 9/3 must be K/N"),
     ],
 )
-def test_usage_errors_come_before_torch_is_imported(
-    tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_usage_errors_import_no_torch(tmp_path: Path, words: list[str], message: str) -> None:
     code = (
         "import sys\n"
         "from wdstrain.cli import main\n"

@@ -109,9 +109,7 @@ def test_two_processes_with_fsdp_resume_to_the_same_bits_and_one_process_resumes
 
 
 @pytest.mark.slow
-def test_four_processes_with_fsdp_resume_a_run_of_one_process(
-    pets: str, alone: Path, tmp_path: Path
-) -> None:
+def test_four_processes_resume_a_run_of_one_process(pets: str, alone: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     run(pets, out, {**OPTIONS, "stop": [0, 4]})
     run_job(4, pets, [(out, {**FSDP, **RESUME})])
@@ -120,9 +118,7 @@ def test_four_processes_with_fsdp_resume_a_run_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_compiled_model_is_split_and_learns_as_without_compiling(
-    pets: str, tmp_path: Path
-) -> None:
+def test_a_compiled_model_is_split_and_learns_as_without_it(pets: str, tmp_path: Path) -> None:
     """Blocks run the same code with other shapes, and dynamic shapes make the compiler fail."""
     options = {**FSDP, "model": "small", "epochs": 1, "freeze": None, "unfreeze_epoch": None}
     compiled, plain = tmp_path / "compiled", tmp_path / "plain"

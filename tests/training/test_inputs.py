@@ -175,9 +175,7 @@ def test_the_image_size_of_a_model_comes_from_its_field(shards: Sets, tmp_path: 
     assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6) == other.val["loss"]
 
 
-def test_targets_of_labels_that_no_index_declares_are_beside_predictions(
-    shards: Sets, tmp_path: Path
-) -> None:
+def test_targets_of_undeclared_labels_are_beside_predictions(shards: Sets, tmp_path: Path) -> None:
     bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
     for path, packed in zip(bare, shards, strict=True):
         path.write_bytes((packed / "train-000000.tar").read_bytes())

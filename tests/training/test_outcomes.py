@@ -74,9 +74,7 @@ def test_several_labels_are_learned_together_with_a_head_each(run: Path, bright:
     assert last["light/mse"] < 0.5 * last["light/mse_of_mean"]
 
 
-def test_predictions_of_a_folder_have_a_row_for_every_image(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_predictions_have_a_row_for_every_image(run: Path, tmp_path: Path, capsys: Any) -> None:
     new, table = tmp_path / "new", tmp_path / "p.csv"
     (new / "sub").mkdir(parents=True)
     Image.new("RGB", (40, 30), (250, 250, 250)).save(new / "white, large.png")
@@ -98,9 +96,7 @@ def test_predictions_of_a_folder_have_a_row_for_every_image(
     assert (row["key"], row["kind"]) == ("black.jpg", "no")
 
 
-def test_files_that_are_not_images_are_skipped_and_counted(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_files_that_are_no_images_are_counted(run: Path, tmp_path: Path, capsys: Any) -> None:
     folder, table = tmp_path / "new", tmp_path / "p.csv"
     folder.mkdir()
     for name in ("notes.txt", "more.txt", "phone.HEIC"):
@@ -118,7 +114,7 @@ def test_files_that_are_not_images_are_skipped_and_counted(
     assert [row["key"] for row in csv.DictReader(table.read_text().splitlines())] == ["black.png"]
 
 
-def test_an_exported_onnx_program_predicts_as_the_checkpoint(
+def test_an_onnx_program_predicts_as_its_checkpoint(
     run: Path, bright: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxscript", reason="not installed: pip install onnx onnxscript")

@@ -143,9 +143,7 @@ TABLES = {f"features.1.{block}.attn.relative_position_bias_table" for block in (
     ],
     ids=["ViT", "Swin", "timm", "part of a model"],
 )
-def test_tokens_and_position_embeddings_have_no_weight_decay(
-    model: nn.Module, free: set[str]
-) -> None:
+def test_tokens_and_embeddings_of_positions_do_not_decay(model: nn.Module, free: set[str]) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = make_optimizer(model, Config(weight_decay=0.1)).param_groups
     without = {names[p] for group in groups if group["weight_decay"] == 0 for p in group["params"]}

@@ -242,7 +242,7 @@ class Corner:
 
 
 @pytest.mark.parametrize("source", ["shards", "files"])
-def test_the_array_of_an_own_field_starts_with_zeros(
+def test_the_array_of_an_own_field_starts_as_zeros(
     shards: Path, tmp_path: Path, source: str
 ) -> None:
     wt.train(shards, tmp_path / "run", model=Linear, fields={"image": Corner()}, **PLAIN)
@@ -315,9 +315,7 @@ def test_numbers_of_a_confusion_matrix_do_not_break_over_lines(report: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1200, 1920])
-def test_a_confusion_matrix_of_twelve_classes_is_not_cut(
-    report: str, tmp_path: Path, width: int
-) -> None:
+def test_a_matrix_of_twelve_classes_is_not_cut(report: str, tmp_path: Path, width: int) -> None:
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:

@@ -69,9 +69,7 @@ def rmse() -> dict[str, Any]:
     return {"metrics": {"rmse": torchmetrics.MeanSquaredError(squared=False)}, "monitor": "rmse"}
 
 
-def test_the_best_epoch_by_an_error_metric_has_the_least_error(
-    halves: Path, tmp_path: Path
-) -> None:
+def test_the_best_epoch_by_an_error_has_the_least_error(halves: Path, tmp_path: Path) -> None:
     lines = Lines()
     run = fallen(halves, tmp_path / "run", progress=lines, **rmse())
     seen = [line["val"]["rmse"] for line in run.epochs]
@@ -84,7 +82,7 @@ def test_the_best_epoch_by_an_error_metric_has_the_least_error(
 @pytest.mark.parametrize(
     "option", [{"patience": 1}, {"schedule": "plateau", "plateau_epochs": 1}], ids=str
 )
-def test_a_falling_error_metric_is_an_improvement(
+def test_a_falling_error_is_an_improvement(
     halves: Path, tmp_path: Path, option: dict[str, Any]
 ) -> None:
     run = fallen(halves, tmp_path / "run", **rmse(), **option)
@@ -107,9 +105,7 @@ class Undirected(torchmetrics.MeanSquaredError):
     higher_is_better = None
 
 
-def test_a_metric_without_a_direction_is_refused_as_the_monitor(
-    halves: Path, tmp_path: Path
-) -> None:
+def test_a_metric_without_a_direction_is_not_monitored(halves: Path, tmp_path: Path) -> None:
     with pytest.raises(wt.UsageError, match="odd.*(min|max)"):
         fallen(halves, tmp_path / "run", metrics={"odd": Undirected()}, monitor="odd")
 
@@ -276,9 +272,7 @@ def test_the_output_of_evaluate_is_json_that_every_program_reads(
     json.loads(capsys.readouterr().out, parse_constant=no_constant)
 
 
-def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
-    tens: Path, tmp_path: Path
-) -> None:
+def test_a_condition_on_the_label_chooses_the_classes_to_learn(tens: Path, tmp_path: Path) -> None:
     options = {**SMALL, "where": "label in ['a', 'b', 'c']", "model": Linear}
     wt.train(tens, tmp_path / "run", classes="a,b,c", **options)
     assert len(saved(tmp_path / "run")["1.bias"]) == 3

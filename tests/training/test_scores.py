@@ -82,9 +82,7 @@ def scored(
 
 
 @pytest.mark.parametrize("there", [("a", "b", "c", "d"), ("a", "c", "d"), ("a", "b"), ("c",)])
-def test_classes_without_samples_are_excluded_from_means(
-    tmp_path: Path, there: tuple[str, ...]
-) -> None:
+def test_classes_without_samples_are_in_no_mean(tmp_path: Path, there: tuple[str, ...]) -> None:
     rng = np.random.default_rng(0)
     true = np.array([there[i] for i in rng.integers(0, len(there), 90)])
     outputs = rng.normal(size=(90, 4)) + 1.5 * (true[:, None] == CLASSES)
@@ -118,9 +116,7 @@ def test_tags_without_samples_are_excluded_from_means(tmp_path: Path, there: int
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0, 200.0])
 @pytest.mark.parametrize("kind", ["binary", "class", "multi"])
-def test_auroc_is_right_for_unsure_and_for_certain_models(
-    tmp_path: Path, kind: str, scale: float
-) -> None:
+def test_auroc_is_right_for_any_certainty(tmp_path: Path, kind: str, scale: float) -> None:
     """The outputs of a batch may all lie in 0 to 1, as probabilities do."""
     rng, is_binary = np.random.default_rng(2), kind == "binary"
     true = rng.integers(0, 2 if is_binary else 4, 120)

@@ -378,7 +378,7 @@ def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
 
 
 @pytest.mark.parametrize("name", ["mask", "mask.png"])
-def test_a_field_of_masks_may_be_named_as_its_label(
+def test_a_field_of_masks_may_be_named_like_a_label(
     shards: Path, tmp_path: Path, name: str
 ) -> None:
     fields = {"image": wt.image(size=(16, 16)), name: wt.mask("mask.png", size=(16, 16))}
@@ -429,9 +429,7 @@ def jpeg(image: Image.Image, orientation: int) -> bytes:
     return file.getvalue()
 
 
-def test_masks_of_another_shape_in_shards_made_elsewhere_end_training_at_its_start(
-    tmp_path: Path,
-) -> None:
+def test_masks_of_another_shape_in_foreign_shards_end_training_at_its_start(tmp_path: Path) -> None:
     """A photo that is shown rotated, with a mask that was drawn on its stored raster."""
     fields = {"jpg": jpeg(Image.new("RGB", (40, 20)), 6), "mask.png": png(np.zeros((20, 40), "u1"))}
     write_tar(tmp_path / "a.tar", [(f"k{n}", fields) for n in range(8)])

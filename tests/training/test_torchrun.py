@@ -148,9 +148,7 @@ wait $second && wait
 
 
 @pytest.mark.slow
-def test_the_example_for_slurm_trains_with_the_tasks_of_srun(
-    pets: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_the_example_for_slurm_trains_with_srun(pets: Path, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     with socket.socket() as free:
@@ -298,9 +296,7 @@ except wt.UsageError as error:
         pytest.param(OTHER_VALIDATION, "refused: shards", id="other validation shards"),
     ],
 )
-def test_processes_that_joined_a_group_train_as_one_job(
-    tmp_path: Path, program: str, printed: str
-) -> None:
+def test_processes_of_a_group_train_as_one_job(tmp_path: Path, program: str, printed: str) -> None:
     """A rank fails if it waits for another one for 20 seconds."""
     for name, count in (("set", 16), ("other", 40)):
         numbers(tmp_path / name, [i % 2 for i in range(count)])

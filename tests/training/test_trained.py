@@ -86,7 +86,7 @@ def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) 
         wt.train(shards, tmp_path / "run", resume=True, **{**SMALL, "epochs": 2})
 
 
-def test_options_stored_in_the_checkpoint_are_refused(
+def test_options_stored_in_a_checkpoint_are_refused(
     shards: Path, run: Path, tmp_path: Path
 ) -> None:
     val, table = shards / "val-000000.tar", tmp_path / "p.csv"
@@ -243,7 +243,7 @@ def test_a_non_finite_target_is_a_bad_sample(tmp_path: Path, value: float) -> No
     assert np.isfinite(done.epochs[0]["loss"])
 
 
-def test_max_errors_is_an_option_of_training(
+def test_max_errors_is_a_training_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = [{"__key__": f"k{i}", "png": small_image(i), "cls": i % 2} for i in range(40)]

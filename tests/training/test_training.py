@@ -73,9 +73,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_step_that_does_what_training_does_gives_the_same_bits(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_does_what_training_does_gives_its_bits(shards: Path, tmp_path: Path) -> None:
     plain = wt.train(shards, tmp_path / "plain", model=Net, **OPTIONS)
     own = wt.train(shards, tmp_path / "own", model=Net, training_step=as_without, **OPTIONS)
     torch.testing.assert_close(own.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
@@ -120,7 +118,7 @@ class Weights(wt.Callback):
         self.seen.append(next(trainer.model.parameters()).detach().clone())
 
 
-def test_a_step_whose_gradient_overflows_16_bits_is_skipped_and_counted(
+def test_a_step_whose_gradient_overflows_is_skipped_and_counted(
     shards: Path, tmp_path: Path
 ) -> None:
     calls: list[int] = []
@@ -177,7 +175,7 @@ def test_lines_fit_into_a_terminal_of_80_columns(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize("where", ["flag", "file", "keyword"])
-def test_a_height_and_a_width_can_be_given_as_the_image_size(
+def test_the_image_size_may_be_a_height_and_a_width(
     shards: Path, tmp_path: Path, where: str
 ) -> None:
     """The model takes images of 4 x 16 pixels."""

@@ -202,9 +202,7 @@ class Temperature(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["parameters", "buffers"])
-def test_a_loss_is_trained_and_resumes_with_its_state(
-    shards: Path, tmp_path: Path, frozen: bool
-) -> None:
+def test_a_loss_is_trained_and_keeps_its_state(shards: Path, tmp_path: Path, frozen: bool) -> None:
     """The run that was stopped goes on with a loss that was made anew, as a new process does."""
     losses = [Temperature().requires_grad_(not frozen) for _ in range(3)]
     options = {**SMALL, "model": Linear, "epochs": 2, "lr": 0.1}
@@ -236,9 +234,7 @@ class Other(Counter):
     """Another callback with a state."""
 
 
-def test_a_callback_resumes_with_its_state_and_a_run_not_without_it(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_only_with_the_state_of_its_callbacks(shards: Path, tmp_path: Path) -> None:
     options, counter = {**SMALL, "model": Linear, "epochs": 2}, Counter()
     wt.train(shards, tmp_path / "run", callbacks=[Counter(), Stop(1, 1)], **options)
     for callbacks in ([], [Other()], [Other(), Counter()]):
@@ -292,9 +288,7 @@ def earlier(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "weights.pt"
 
 
-def test_weights_of_a_run_bring_their_normalization(
-    shards: Path, earlier: Path, tmp_path: Path
-) -> None:
+def test_weights_of_a_run_have_a_normalization(shards: Path, earlier: Path, tmp_path: Path) -> None:
     wt.train(shards, tmp_path / "run", weights=str(earlier), **SMALL)
     inputs = torch.load(last(tmp_path / "run"), weights_only=True)["inputs"]
     assert (list(inputs["mean"]), list(inputs["std"])) == ([0.5] * 3, [0.25] * 3)
@@ -457,9 +451,7 @@ def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_gets_options_and_metrics(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_a_run(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The callback of scripts/examples logs a run to W&B, offline."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

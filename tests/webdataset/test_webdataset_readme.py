@@ -206,7 +206,7 @@ def test_an_example_of_webdataset_runs(
 
 
 @pytest.mark.parametrize("address", ["http"], indirect=True)
-def test_an_example_runs_over_http(
+def test_an_example_runs_by_http(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_an_example_of_webdataset_runs(LOADER, address, tmp_path, monkeypatch)
