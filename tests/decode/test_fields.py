@@ -86,6 +86,13 @@ def test_labels_and_numbers_are_read_from_json_columns() -> None:
         value(wt.number("json.kind"), data)
 
 
+@pytest.mark.parametrize("number", ["1e39", "-1e39", "-1e400"])
+def test_a_number_beyond_float32_is_an_error(number: str) -> None:
+    for field, data in ((wt.number("x"), number), (wt.number("json.n"), f'{{"n": {number}}}')):
+        with pytest.raises(SampleError, match=r"more than a float32 holds|is not a number"):
+            value(field, data.encode())
+
+
 def test_a_number_may_be_infinite() -> None:
     assert value(wt.number("x"), b"-inf") == -np.inf
     assert value(wt.number("json.n"), b'{"n": Infinity}') == np.inf
