@@ -24,7 +24,7 @@ import wdstrain as wt
 from tests.conftest import Sample, keys_of, picture, quick_and_slow, write_shards, write_tar
 from tests.support.children import Program, ended
 from tests.support.os_faults import recorded_reads
-from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+from wdstrain.errors import SampleError, ShardError, UsageError
 from wdstrain.native import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -94,21 +94,6 @@ def test_kept_values_of_any_size_do_not_change_and_can_be_written_to(pictures: P
         assert [values(b) for b in kept[1::2]] == expected[1::2]
         assert [image.tolist() for image in one] == [images[0] for images in expected * 2]
         assert [values(b) for b in loader.epoch(0)] == expected[: len(loader)]
-
-
-def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
-    state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
-    with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):
-        wt.Loader(shards, batch_size=5, seed=2).load_state_dict(state)
-
-
-def test_two_loops_over_one_loader_are_refused(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    first, second = iter(loader), loader.epoch(0)
-    next(first)
-    next(second)
-    with pytest.raises(WdstrainError, match="another loop"):
-        next(first)
 
 
 # --- bad samples ----------------------------------------------------------------------------------
@@ -374,11 +359,6 @@ def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
     for workers in (0, 1):
         with wt.Loader(tmp_path, **LABEL, batch_size=1, num_workers=workers) as loader:
             assert [b["label"].tolist() for _ in range(40) for b in loader] == [[0]] * 40
-
-
-def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
-    contents = "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds "
-    assert f"{contents}about 0.0 MB" in repr(wt.Loader(shards, batch_size=4))
 
 
 @pytest.mark.skipif(

@@ -316,6 +316,7 @@ def check_other_states(case: Case, rank: int, state: Mapping[str, Any]) -> None:
     if case.weighting is not None:
         more = {"balance": None, "weights": [8.0] * len(given)}
         others.append(("weights was", given, more))
+    others.append(("seed was", given, {"seed": case.options["seed"] + 1}))
     if max(len(case.data.samples), case.global_batch) < len(whole):
         others.append(("data was", whole, {"where": None, "weights": None, "balance": None}))
     for difference, source, more in others:

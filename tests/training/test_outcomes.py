@@ -72,6 +72,7 @@ def test_several_labels_are_learned_together_with_a_head_each(run: Path, bright:
     least = {"kind/accuracy": 0.8, "kind/auroc": 0.9, "shade/accuracy": 0.6, "tags/accuracy": 0.7}
     assert not {name: last[name] for name, value in least.items() if last[name] <= value}
     assert last["light/mse"] < 0.5 * last["light/mse_of_mean"]
+    assert type(last["samples"]) is type(last["bad"]) is int
 
 
 def test_predictions_have_a_row_for_every_image(run: Path, tmp_path: Path, capsys: Any) -> None:

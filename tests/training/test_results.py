@@ -89,20 +89,6 @@ def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
         wt.predict(last(run), shards, tmp_path / "p.txt", model=Linear)
 
 
-def test_counts_of_samples_are_whole_numbers_in_json(
-    labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: Any
-) -> None:
-    shards, run = labeled("class")
-    words = ["train", str(shards), "--val", str(shards), "--out", str(tmp_path / "run")]
-    words += ["--epochs", "1", "--image-size", "8", "--batch-size", "8", "--json"]
-    assert main([*words, *MODEL]) == 0
-    metrics = [
-        json.loads(capsys.readouterr().out)["epochs"][0]["val"],
-        json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["val"],
-    ]
-    assert {type(own[name]) for own in metrics for name in ("samples", "bad")} == {int}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_writes_its_page_and_a_table_of_predictions(
     labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, capsys: Any

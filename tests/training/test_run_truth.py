@@ -69,14 +69,25 @@ def rmse() -> dict[str, Any]:
     return {"metrics": {"rmse": torchmetrics.MeanSquaredError(squared=False)}, "monitor": "rmse"}
 
 
-def test_the_best_epoch_by_an_error_has_the_least_error(halves: Path, tmp_path: Path) -> None:
-    lines = Lines()
-    run = fallen(halves, tmp_path / "run", progress=lines, **rmse())
-    seen = [line["val"]["rmse"] for line in run.epochs]
+@pytest.mark.parametrize(
+    ("name", "direction"), [("rmse", "lowest"), ("y/rmse", "lowest"), ("r2", "highest")]
+)
+def test_the_best_epoch_by_an_own_metric_follows_its_direction(
+    tmp_path: Path, name: str, direction: str
+) -> None:
+    """Also for one of several labels."""
+    names = ["y", "x"] if "/" in name else ["y"]
+    labels = [wt.Label(own, "number", "json", own) for own in names]
+    samples = ({"png": small_image(i), "json": dict.fromkeys(names, i % 2)} for i in range(16))
+    wt.pack(samples, tmp_path / "set", labels=labels)
+    metric = torchmetrics.R2Score() if name == "r2" else rmse()["metrics"]["rmse"]
+    options = {"label": ",".join(names), "metrics": {name: metric}, "monitor": name}
+    run = fallen(tmp_path / "set", tmp_path / "run", progress=(lines := Lines()), **options)
+    seen = [line["val"][name] for line in run.epochs]
     assert run.best is not None
-    assert run.best["rmse"] == min(seen) == seen[-1] < seen[0] / 2
+    assert run.best[name] == {"lowest": min, "highest": max}[direction](seen) == seen[-1]
     assert "best.pt is of epoch 4" in lines.text
-    assert "lowest" in lines.text
+    assert direction in lines.text
 
 
 @pytest.mark.parametrize(
@@ -89,16 +100,6 @@ def test_a_falling_error_is_an_improvement(
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4
 
 
-def test_the_direction_of_a_metric_holds_for_one_of_several_labels(tmp_path: Path) -> None:
-    labels = [wt.Label(name, "number", "json", name) for name in "xy"]
-    samples = ({"png": small_image(i), "json": {"x": i % 2, "y": i % 2}} for i in range(16))
-    wt.pack(samples, tmp_path / "set", labels=labels)
-    options = {"label": "x,y", "metrics": {"y/rmse": rmse()["metrics"]["rmse"]}}
-    run = fallen(tmp_path / "set", tmp_path / "run", monitor="y/rmse", **options)
-    assert run.best is not None
-    assert run.best["y/rmse"] == min(line["val"]["y/rmse"] for line in run.epochs)
-
-
 class Undirected(torchmetrics.MeanSquaredError):
     """A metric that does not say whether more of it is better."""
 
@@ -108,13 +109,6 @@ class Undirected(torchmetrics.MeanSquaredError):
 def test_a_metric_without_a_direction_is_not_monitored(halves: Path, tmp_path: Path) -> None:
     with pytest.raises(wt.UsageError, match="odd.*(min|max)"):
         fallen(halves, tmp_path / "run", metrics={"odd": Undirected()}, monitor="odd")
-
-
-def test_a_metric_of_which_more_is_better_keeps_its_direction(halves: Path, tmp_path: Path) -> None:
-    metrics = {"r2": torchmetrics.R2Score()}
-    run = fallen(halves, tmp_path / "run", metrics=metrics, monitor="r2")
-    assert run.best is not None
-    assert run.best["r2"] == max(line["val"]["r2"] for line in run.epochs)
 
 
 @pytest.mark.parametrize(("min_delta", "epochs"), [(0.0, 4), (100.0, 3)])

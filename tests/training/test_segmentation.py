@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from contextlib import closing
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import write_tar
+from tests.conftest import encoded, write_tar
 from tests.support.outcomes import result_or_refusal
 from tests.support.small_runs import rows_of
 from wdstrain.cli import main
@@ -220,7 +219,13 @@ def test_scores_equal_numpy(case: int, tmp_path: Path) -> None:
         true[rng.random((8, 8)) < (1.0 if number == 1 else 0.2)] = 255
         np.add.at(counts, (true[true < 255], predicted[true < 255]), 1)
         pixels = Image.fromarray(np.stack([predicted * 20] * 3, 2).astype(np.uint8))
-        samples.append({"__key__": f"k{number}", "png": pixels, "mask.png": png(true)})
+        samples.append(
+            {
+                "__key__": f"k{number}",
+                "png": pixels,
+                "mask.png": encoded(Image.fromarray(true), "PNG"),
+            }
+        )
     wt.pack(samples, tmp_path / "out")
     options: dict[str, Any] = {"label": "mask.png", "classes": str(classes), "image_size": 8}
     options |= {"lr": 1e-30, "epochs": 1, "batch_size": 3, "model": Reads}
@@ -234,12 +239,6 @@ def test_scores_equal_numpy(case: int, tmp_path: Path) -> None:
     union = counts.sum(0) + counts.sum(1) - counts.diagonal()
     assert val["classes_without_pixels"] == (union == 0).sum()
     assert np.isfinite(val["loss"])
-
-
-def png(numbers: npt.NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(numbers).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 # --- usage ---
@@ -408,7 +407,7 @@ def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
     mask = Image.fromarray(drawn // 255)
     if mask_size == (20, 20):
         mask = mask.crop((10, 0, 30, 20))
-    data = png(np.asarray(mask.resize(mask_size, Image.Resampling.NEAREST)))
+    data = encoded(mask.resize(mask_size, Image.Resampling.NEAREST), "PNG")
     options: dict[str, Any] = {"size": upright.shape, "augment": augment}
     fields = {"image": wt.image("jpg", **options), "mask": wt.mask("mask.png", **options)}
     try:
@@ -423,15 +422,17 @@ def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
 
 def jpeg(image: Image.Image, orientation: int) -> bytes:
     """Return a photo that is shown rotated."""
-    file, exif = io.BytesIO(), Image.Exif()
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    image.save(file, "JPEG", quality=100, exif=exif)
-    return file.getvalue()
+    return encoded(image, "JPEG", quality=100, exif=exif)
 
 
 def test_masks_of_another_shape_in_foreign_shards_end_training_at_its_start(tmp_path: Path) -> None:
     """A photo that is shown rotated, with a mask that was drawn on its stored raster."""
-    fields = {"jpg": jpeg(Image.new("RGB", (40, 20)), 6), "mask.png": png(np.zeros((20, 40), "u1"))}
+    fields = {
+        "jpg": jpeg(Image.new("RGB", (40, 20)), 6),
+        "mask.png": encoded(Image.new("L", (40, 20)), "PNG"),
+    }
     write_tar(tmp_path / "a.tar", [(f"k{n}", fields) for n in range(8)])
     with pytest.raises(wt.UsageError, match=r"key 'k0': its mask.png has 40 x 20 pixels.*upright"):
         wt.train(tmp_path / "a.tar", tmp_path / "run", **QUICK, epochs=1)
