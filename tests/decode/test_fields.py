@@ -20,7 +20,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import encoded, npy, picture, write_tar
+from tests.conftest import encoded, noise, npy, picture, write_tar
 from tests.support.outcomes import result_or_refusal
 from wdstrain.decode.codecs import decode_image, log_lost_levels, resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, region
@@ -189,15 +189,6 @@ def test_images_without_a_size_keep_their_own() -> None:
 
 
 # --- a region of a JPEG ---
-
-
-def noise(width: int, height: int) -> npt.NDArray[Any]:
-    """Return noise and slopes, so that every block differs from its neighbors. uint8[h, w, 3]"""
-    rows, columns = np.mgrid[:height, :width]
-    grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
-    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(
-        np.uint8
-    )
 
 
 def photo(width: int, height: int, *, mode: str = "RGB", **options: Any) -> bytes:

@@ -14,7 +14,7 @@ import simplejpeg
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import Sample, encoded, quick_and_slow, write_tar
+from tests.conftest import Sample, encoded, noise, quick_and_slow, write_tar
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
@@ -27,14 +27,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 Pixels = npt.NDArray[np.uint8]
-
-
-def noise(width: int, height: int) -> Pixels:
-    """Return noise and slopes, so that every block differs from its neighbors. uint8[h, w, 3]"""
-    rows, columns = np.mgrid[:height, :width]
-    grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
-    slopes = np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2)
-    return (slopes + grains).astype(np.uint8)
 
 
 def jpeg(width: int, height: int, subsampling: str = "420") -> bytes:

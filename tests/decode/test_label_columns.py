@@ -95,9 +95,7 @@ QUICK = ["numbers", "names", "mixed", "missing", "lists"]
 
 @pytest.mark.parametrize("place", ["cls", "json"])
 @pytest.mark.parametrize("kind", quick_and_slow(dict.fromkeys([*QUICK, *VALUES]), len(QUICK)))
-def test_columns_and_bytes_of_labels_have_equal_values(
-    tmp_path: Path, place: str, kind: str
-) -> None:
+def test_columns_and_bytes_of_labels_are_equal(tmp_path: Path, place: str, kind: str) -> None:
     if place == "cls" and kind.startswith("lists"):
         pytest.skip("a list is no text of cls")
     valid = 0

@@ -309,9 +309,7 @@ def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) 
 
 @pytest.mark.parametrize("mixing", [{"mixup": 1.0}, {"cutmix": 1.0}], ids=["mixup", "cutmix"])
 @pytest.mark.parametrize("bad", [5, 7], ids=["within the batch", "last of the batch"])
-def test_a_marked_sample_is_not_mixed_in(
-    bad: int, mixing: dict[str, float], tmp_path: Path
-) -> None:
+def test_a_marked_sample_is_not_mixed(bad: int, mixing: dict[str, float], tmp_path: Path) -> None:
     """All good images are gray and of class 1; a marked row is black and of class 0."""
     gray = _png(np.full((32, 32, 3), 200))
     samples: list[Sample] = [

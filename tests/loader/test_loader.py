@@ -339,9 +339,7 @@ def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
-def test_wrong_arguments_are_refused_early(
-    shards: Path, options: dict[str, Any], words: str
-) -> None:
+def test_wrong_arguments_are_refused(shards: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         wt.Loader(shards, **options)
 

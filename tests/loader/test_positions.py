@@ -224,9 +224,7 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_every_function_with_a_seed_needs_an_integer(
-    shards: Path, tmp_path: Path, seed: Any
-) -> None:
+def test_every_function_needs_an_integer_as_seed(shards: Path, tmp_path: Path, seed: Any) -> None:
     samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
     for call in (
         lambda: wt.pack(samples, tmp_path / "out", seed=seed),

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +214,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
     assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
 
 
-@pytest.mark.slow
-def test_64_mb_of_dev_shm_are_enough(tmp_path: Path, in_small_shm: Callable[..., str]) -> None:
-    folder = tmp_path / "set"
-    write_tar(folder / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
-    code = """
+BIG_BATCHES = """
 import sys, wdstrain as wt
 class Big:
     names = ("bin",)
@@ -231,25 +226,20 @@ kept = [batch for _ in range(3) for batch in loader]
 print(sum(int(batch["big"].float().mean()) for batch in kept))
 loader.close()
 """
-    assert in_small_shm(code, str(folder)) == "42\n"
 
 
-@pytest.fixture
-def in_small_shm() -> Callable[..., str]:
-    """Run Python code in a mount namespace whose /dev/shm has 64 MB."""
-
-    def run(code: str, *words: str) -> str:
-        inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-        mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
-        probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
-        if probe.returncode:
-            pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
-        command = [*mounting, sys.executable, "-c", code, *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+@pytest.mark.slow
+def test_64_mb_of_dev_shm_are_enough(tmp_path: Path) -> None:
+    """In a mount namespace whose /dev/shm has this size, as in a container."""
+    write_tar(tmp_path / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
+    inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
+    probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
+    command = [*mounting, sys.executable, "-c", BIG_BATCHES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
 # --- the default buffer ---------------------------------------------------------------------------

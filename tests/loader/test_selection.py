@@ -97,9 +97,7 @@ def test_a_changed_byte_of_a_selected_sample_is_detected(
         ({"balance": 3}, "not the name of a column"),
     ],
 )
-def test_impossible_choices_are_refused(
-    packed: Path, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_selections_are_refused(packed: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(wt.WdstrainError, match=message):
         wt.Loader(packed, **({"batch_size": 8} | options))
 

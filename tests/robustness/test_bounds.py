@@ -167,9 +167,7 @@ def test_compressed_tars_are_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 43])
-def test_a_sample_larger_than_memory_is_refused_before_it_is_read(
-    tmp_path: Path, size: int
-) -> None:
+def test_a_sample_larger_than_memory_is_refused_before_a_read(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.tar"
     with open(path, "wb") as file:  # a sparse file: a few KB on disk
         file.write(head("k.bin", base256(size)))

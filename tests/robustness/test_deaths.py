@@ -120,9 +120,7 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
     check_another_source_between(tmp_path, convert, r"/commit\.json", r"\.tar\.part")
 
 
-def test_a_finished_conversion_does_not_remove_the_staging_files_of_the_next(
-    tmp_path: Path,
-) -> None:
+def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_path: Path) -> None:
     """A second conversion begins while the first, already complete, removes its staging files."""
     fork = multiprocessing.get_context("fork")
     began, ended, go_on = fork.Event(), fork.Event(), fork.Event()

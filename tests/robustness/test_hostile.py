@@ -127,9 +127,7 @@ def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"]
 )
-def test_an_address_never_runs(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_address_is_run(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for opened in (wt.Loader, wt.index, wt.info, wt.gopen):
         with pytest.raises(UsageError):
@@ -419,9 +417,7 @@ def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_files_below_an_unreadable_folder_are_errors_before_output(
-    tmp_path: Path, mode: int
-) -> None:
+def test_files_below_an_unreadable_folder_are_early_errors(tmp_path: Path, mode: int) -> None:
     locked, out = tmp_path / "locked", tmp_path / "out"
     (locked / "x").mkdir(parents=True)
     for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):

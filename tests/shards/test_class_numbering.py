@@ -152,9 +152,7 @@ def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_sets_with_and_without_names_are_not_joined(
-    sets: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_sets_with_and_without_names_stay_apart(sets: tuple[Path, Path], tmp_path: Path) -> None:
     numbered = tmp_path / "numbered"
     wt.pack(({"__key__": f"n{i}", "txt": "x", "cls": i % 3} for i in range(6)), numbered)
     unnamed = foreign(tmp_path / "foreign", {"cls": b"1", "txt": b"x"})

@@ -49,9 +49,7 @@ def scanned_samples(urls: Any) -> int:
     return int(reported[0].split("headers of ")[1].split()[0]) if reported else 0
 
 
-def test_a_scan_is_cached_and_only_changed_shards_are_rescanned(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_scan_is_cached_and_only_changed_shards_rescanned(shards: Path, tmp_path: Path) -> None:
     names = ["part-000.tar", "part-001.tar", "", "", "part-001.tar"]
     assert [scanned_samples(shards / name) for name in names] == [7, 13, 1, 0, 0]
     before = open_index(shards)
@@ -455,9 +453,7 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_shards(
         assert [item["key"] for item in replacing.report()["bad_samples"]] == [key]
 
 
-def test_a_rebuilt_index_counts_samples_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rebuilt_index_counts_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "set"
     rows = ({"__key__": f"s{i}", "cls": i % 2} for i in range(20))
     options: dict[str, Any] = {"classes": ["cat", "dog"], "split": {"train": 0.8, "val": 0.2}}

@@ -279,7 +279,7 @@ def test_a_shard_of_whole_samples_is_read_or_can_be_repaired(data: bytes, tmp_pa
 
 @pytest.mark.parametrize("kind", [LNKTYPE, SYMTYPE], ids=["hard", "symbolic"])
 @pytest.mark.parametrize("has_label", [True, False])
-def test_a_file_that_is_a_link_is_read_or_named(
+def test_a_file_stored_as_link_is_read_or_named(
     has_label: bool, kind: bytes, tmp_path: Path
 ) -> None:
     """Tar stores the second name of a hard-linked file as a link: its sample must keep the file."""

@@ -115,9 +115,7 @@ def test_files_that_are_no_images_are_counted(run: Path, tmp_path: Path, capsys:
     assert [row["key"] for row in csv.DictReader(table.read_text().splitlines())] == ["black.png"]
 
 
-def test_an_onnx_program_predicts_as_its_checkpoint(
-    run: Path, bright: Path, tmp_path: Path
-) -> None:
+def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, bright: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="not installed: pip install onnx onnxscript")
     from onnx.reference import ReferenceEvaluator
 

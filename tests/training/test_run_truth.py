@@ -93,9 +93,7 @@ def test_the_best_epoch_by_an_own_metric_follows_its_direction(
 @pytest.mark.parametrize(
     "option", [{"patience": 1}, {"schedule": "plateau", "plateau_epochs": 1}], ids=str
 )
-def test_a_falling_error_is_an_improvement(
-    halves: Path, tmp_path: Path, option: dict[str, Any]
-) -> None:
+def test_a_falling_error_improves(halves: Path, tmp_path: Path, option: dict[str, Any]) -> None:
     run = fallen(halves, tmp_path / "run", **rmse(), **option)
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4
 

@@ -377,9 +377,7 @@ def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
 
 
 @pytest.mark.parametrize("name", ["mask", "mask.png"])
-def test_a_field_of_masks_may_be_named_like_a_label(
-    shards: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_field_of_masks_may_be_named_as_label(shards: Path, tmp_path: Path, name: str) -> None:
     fields = {"image": wt.image(size=(16, 16)), name: wt.mask("mask.png", size=(16, 16))}
     options = {**QUICK, "fields": fields, "epochs": 1, "limit_train_batches": 1}
     del options["image_size"]

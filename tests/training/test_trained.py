@@ -86,9 +86,7 @@ def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) 
         wt.train(shards, tmp_path / "run", resume=True, **{**SMALL, "epochs": 2})
 
 
-def test_options_stored_in_a_checkpoint_are_refused(
-    shards: Path, run: Path, tmp_path: Path
-) -> None:
+def test_options_of_the_checkpoint_are_refused(shards: Path, run: Path, tmp_path: Path) -> None:
     val, table = shards / "val-000000.tar", tmp_path / "p.csv"
     stored = {"epochs": 9, "lr": 5.0, "label": "x", "augment": "rrc", "image_size": 64}
     for name, value in {**stored, "class_weights": "balanced"}.items():
@@ -243,9 +241,7 @@ def test_a_non_finite_target_is_a_bad_sample(tmp_path: Path, value: float) -> No
     assert np.isfinite(done.epochs[0]["loss"])
 
 
-def test_max_errors_is_a_training_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_has_max_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [{"__key__": f"k{i}", "png": small_image(i), "cls": i % 2} for i in range(40)]
     samples[7]["png"] = b"\x89PNG\r\n\x1a\n nothing"
     wt.pack(samples, tmp_path / "set", classes=["no", "yes"])

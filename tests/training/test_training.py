@@ -118,9 +118,7 @@ class Weights(wt.Callback):
         self.seen.append(next(trainer.model.parameters()).detach().clone())
 
 
-def test_a_step_whose_gradient_overflows_is_skipped_and_counted(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_step_whose_gradient_overflows_is_skipped(shards: Path, tmp_path: Path) -> None:
     calls: list[int] = []
 
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -175,9 +173,7 @@ def test_lines_fit_into_a_terminal_of_80_columns(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize("where", ["flag", "file", "keyword"])
-def test_the_image_size_may_be_a_height_and_a_width(
-    shards: Path, tmp_path: Path, where: str
-) -> None:
+def test_the_image_size_may_be_height_and_width(shards: Path, tmp_path: Path, where: str) -> None:
     """The model takes images of 4 x 16 pixels."""
     out, model = tmp_path / "run", "tests.support.small_runs:Linear"
     words = ["train", str(shards), "--out", str(out), "--model", model]
