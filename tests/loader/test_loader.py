@@ -6,7 +6,6 @@ import gc
 import inspect
 import itertools
 import os
-import pickle
 import random
 import re
 import select
@@ -264,44 +263,6 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
     assert one == noise(3)
     drawn = [number for batch in one for number in batch[2]]
     assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
-
-
-def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
-    output = ragged(sample)
-    if output is None:
-        raise ValueError("left out")
-    return output["x"], int(sample["cls"])
-
-
-def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
-    values, numbers = zip(*examples, strict=True)
-    stacked = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
-    return {"x": stacked, "n": torch.tensor(numbers), "examples": examples}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, "tail": "keep"}
-    options |= {"transform": as_pair, "collate_fn": padded, **REPLACE}
-
-    def numbers(batches: Any) -> list[list[int]]:
-        return [batch["n"].tolist() for batch in batches]
-
-    with wt.Loader(shards, **options) as loader, wt.Loader(shards, **options) as resumed:
-        batches = list(wt.to_device(loader, "cpu"))
-        assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4, 1]
-        for batch in batches:
-            assert [int(key[1:]) for key in batch["__key__"]] == batch["n"].tolist()
-            assert (batch["x"].sum(1) == batch["n"] + 1).all()
-            assert all(torch.equal(x, torch.ones(n + 1)) for x, n in batch["examples"])
-        assert loader.report()["bad"] == 3
-        for _ in itertools.islice(loader, 2):
-            pass
-        resumed.load_state_dict(loader.state_dict())
-        uninterrupted = numbers(loader.epoch(1, until=2))
-        assert numbers(resumed) == uninterrupted[2:]
-        with pickle.loads(pickle.dumps(loader)) as copied:
-            assert numbers(copied.epoch(1, until=2)) == uninterrupted
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -190,7 +190,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/loader.py": ("tests/loader/test_positions.py",),
     "training/models.py": ("tests/training/test_recipes.py",),
     "training/checkpoint.py": ("tests/training/test_recipes.py",),
-    "training/heads.py": ("tests/training/test_recipes.py", "tests/training/test_scores.py"),
+    "training/heads.py": (
+        "tests/training/test_data.py::test_numeric_classes_are_learned_as_class_numbers",
+        "tests/training/test_recipes.py",
+        "tests/training/test_scores.py",
+    ),
     "training/metrics.py": (
         "tests/training/test_recipes.py",
         "tests/training/test_scores.py::test_precision_calibration_and_own_metrics_are_those_of_several_labels",

@@ -409,7 +409,7 @@ def check_bad_samples(case: Case) -> None:
     assert (error is None) == (first is None), f"first bad batch: {first}; error: {error}"
     if error is not None:
         assert any(sample.key in error for sample in chosen), error
-        assert view == "transform" or field in error
+        assert "transform" in view or field in error
 
     loader = damaged.loader(rank, num_workers=workers, on_error="replace", max_errors=1.0)
     replaced, error = read_until_error(loader, case.epoch)

@@ -36,12 +36,27 @@ def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[
     return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
 
 
+def as_tuple(sample: Mapping[str, Any]) -> tuple[int, int, float, torch.Tensor]:
+    """A user's transform, whose examples only `collated` can join."""
+    return (*example(sample).values(), torch.ones(int(sample["number"]) % 5))
+
+
+def collated(examples: list[Any]) -> dict[str, Any]:
+    """A user's function that makes batches."""
+    columns = list(zip(*examples, strict=True)) or [(), (), (), ()]
+    angles = torch.tensor(columns[2], dtype=torch.float64)
+    whole = {"number": torch.tensor(columns[0]), "sum": list(columns[1]), "angle": angles}
+    return {**whole, "examples": examples}
+
+
 def options(view: str) -> dict[str, Any]:
     """The arguments of `wt.Loader` for this view."""
     if view == "bytes":
         return {}
     if view == "transform":
         return {"transform": example}
+    if view == "collated transform":
+        return {"transform": as_tuple, "collate_fn": collated}
     if view == "random transform":
         return {"transform": random_example}
     fields: dict[str, Any] = {"number": wt.text("number")}
@@ -59,11 +74,12 @@ def options(view: str) -> dict[str, Any]:
 
 
 SIDE = (5, 7)
-VIEWS = ("bytes", "transform", "random transform", "tensors", "lists")
+VIEWS = ("bytes", "transform", "collated transform", "random transform", "tensors", "lists")
 DECODED = {
     "tensors": ("cls", "npy", "png"),
     "lists": ("npy", "png", "json"),
     "transform": ("json",),
+    "collated transform": ("json",),
     "raw": ("cls", "npy"),
 }
 
@@ -93,6 +109,8 @@ def compare(
         elif "transform" in view:
             assert int(batch["sum"][row]) == zlib.crc32(sample.fields["png"])
             assert float(batch["angle"][row]) == sample.angle
+            if "examples" in batch:
+                assert len(batch["examples"][row][3]) == number % 5
         else:
             _compare_values(view, batch, row, sample, classes)
 
