@@ -208,8 +208,8 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
     "training/data.py": (
-        "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
         "tests/training/test_data.py",
+        "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
     "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_run_truth.py"),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
