@@ -191,7 +191,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "training/models.py": ("tests/training/test_recipes.py",),
     "training/checkpoint.py": ("tests/training/test_recipes.py",),
     "training/heads.py": (
-        "tests/training/test_data.py::test_numeric_classes_are_learned_as_class_numbers",
+        "tests/training/test_scores.py::test_numbers_far_from_0_are_scored_by_their_differences",
         "tests/training/test_recipes.py",
         "tests/training/test_scores.py",
     ),

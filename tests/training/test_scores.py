@@ -174,6 +174,10 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
     assert scores["mse"] == pytest.approx(mean_squared_error(true, guess), rel=1e-5)
     assert scores["mae"] == pytest.approx(mean_absolute_error(true, guess), rel=1e-5)
     assert scores["r2"] == pytest.approx(r2_score(true, guess), rel=1e-5)
+    given: dict[str, Any] = {"model": Same, "fields": {"image": image(1)}}
+    large = wt.open(tmp_path / "set").where(f"y > {mean}")  # their mean is not that of training
+    part, is_large = wt.evaluate(last(tmp_path / "run"), large, **given)[1], true > mean
+    assert part["r2"] == pytest.approx(r2_score(true[is_large], guess[is_large]), rel=1e-5)
     assert scores["mse_of_mean"] == pytest.approx(np.var(true), rel=1e-3)
 
 
