@@ -20,6 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import webdataset
 from PIL import Image
@@ -44,6 +45,14 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def noise(width: int, height: int) -> npt.NDArray[np.uint8]:
+    """Return noise and slopes, so that every block differs from its neighbors. uint8[h, w, 3]"""
+    rows, columns = np.mgrid[:height, :width]
+    grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
+    slopes = np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2)
+    return (slopes + grains).astype(np.uint8)
 
 
 def npy(array: Any) -> bytes:

@@ -52,47 +52,6 @@ def same(first: list[Any], second: list[Any]) -> bool:
     return all(a[0] == b[0] and a[2] == b[2] and np.array_equal(a[1], b[1]) for a, b in rows)
 
 
-@pytest.mark.parametrize("window", [1, 7, None])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_arrays_of_a_given_shape_equal_those_of_any_shape(
-    arrays: Path, window: int | None, num_workers: int
-) -> None:
-    options: dict[str, Any] = {"batch_size": 8, "seed": 3, "shuffle": window != 1}
-    options["shuffle_buffer"] = None if window == 1 else window
-    shaped = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
-    loose = wt.Loader(arrays, LOOSE, **options)
-    for number in range(3):
-        actual = epoch(shaped, number)
-        assert same(actual, epoch(loose, number))
-        assert are_right(actual)
-    assert same(epoch(shaped, 1, start=4), epoch(loose, 1)[4:])
-    shaped.close()
-    loose.close()
-
-
-def test_several_arrays_are_delivered_beside_other_fields(tmp_path: Path) -> None:
-    samples = (
-        {"__key__": f"n{n:02d}", "x.npy": values(n), "txt": f"number {n}", "cls": n}
-        | {"y.npy": np.full(2000, n, np.int32)}
-        for n in range(40)
-    )
-    wt.pack(samples, str(tmp_path), max_shard_samples=15)
-    y = wt.array("y.npy", shape=(2000,), dtype="int32")
-    fields: dict[str, Any] = {"y": y, "text": wt.text(), "x": FIELDS["x"]}
-    for num_workers in (0, 2):
-        loader = wt.Loader(tmp_path, fields, batch_size=8, num_workers=num_workers)
-        count = 0
-        for batch in loader:
-            for row, key in enumerate(batch["__key__"]):
-                number = int(key[1:])
-                assert batch["text"][row] == f"number {number}"
-                assert batch["y"][row].eq(number).all()
-                assert np.array_equal(batch["x"][row], values(number))
-                count += 1
-        assert count == 40
-        loader.close()
-
-
 def test_an_array_of_another_shape_and_equal_size_is_a_bad_sample(tmp_path: Path) -> None:
     arrays = [values(n).reshape((40, 40) if n != 7 else (20, 80)) for n in range(20)]
     samples: list[Sample] = [

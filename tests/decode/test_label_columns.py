@@ -95,9 +95,7 @@ QUICK = ["numbers", "names", "mixed", "missing", "lists"]
 
 @pytest.mark.parametrize("place", ["cls", "json"])
 @pytest.mark.parametrize("kind", quick_and_slow(dict.fromkeys([*QUICK, *VALUES]), len(QUICK)))
-def test_label_columns_and_label_bytes_have_equal_values(
-    tmp_path: Path, place: str, kind: str
-) -> None:
+def test_columns_and_bytes_of_labels_are_equal(tmp_path: Path, place: str, kind: str) -> None:
     if place == "cls" and kind.startswith("lists"):
         pytest.skip("a list is no text of cls")
     valid = 0
@@ -144,28 +142,6 @@ def test_flags_of_a_table_have_the_same_classes_in_columns_and_bytes(
     assert not isinstance(with_column, str), with_column
 
 
-def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) -> None:
-    orders = [("cat", "dog", "emu"), ("emu", "cat"), ("dog",)]
-    order = ["emu", "dog", "cat"]
-    for number, classes in enumerate(orders):
-        values = [n % len(classes) for n in range(5)]
-        labels = [wt.Label("label", "class", "cls", None, classes)]
-        rows = samples(values, field="cls")
-        wt.pack(rows, str(tmp_path / str(number)), labels=labels, shuffle=False)
-    index = wt.open([str(tmp_path / str(number)) for number in range(3)])
-    names = {key: orders[key[0]][key[1] % len(orders[key[0]])] for key in _places(3, 5)}
-    for field, classes in ((wt.label(), index.labels[0].classes), (wt.label(classes=order), order)):
-        with wt.Loader(index, {"label": field}, batch_size=15, shuffle=False) as loader:
-            (batch,) = loader.epoch(0, until=1)
-        assert [classes[number] for number in batch["label"].tolist()] == list(names.values())
-    with pytest.raises(wt.UsageError, match="wdstrain index --columns"):
-        wt.Loader(index.with_columns(()), {"label": wt.label()})
-
-
-def _places(sets: int, samples: int) -> list[tuple[int, int]]:
-    return [(number, row) for number in range(sets) for row in range(samples)]
-
-
 def priced(arrays: Iterable[Any]) -> list[dict[str, Any]]:
     """Return samples of these arrays, each with a class and a price."""
     labels = ({"cls": n % 5, "json": {"price": n / 4}} for n in itertools.count())
@@ -176,34 +152,6 @@ def priced(arrays: Iterable[Any]) -> list[dict[str, Any]]:
 def with_labels(shape: bool) -> dict[str, Any]:
     array = wt.array("npy", shape=(64, 32), dtype="float32") if shape else wt.array("npy")
     return {"a": array, "label": wt.label(), "price": wt.number("json.price")}
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_workers", "extra"),
-    [
-        pytest.param(True, 0, {}, id="direct"),
-        pytest.param(True, 2, {"weights": np.linspace(0, 3, 98)}, id="direct, weights"),
-        pytest.param(False, 0, {"tail": "pad"}, id="decoded, padding"),
-        pytest.param(False, 2, {}, id="decoded"),
-    ],
-)
-def test_labels_belong_to_their_samples(
-    tmp_path: Path, num_workers: int, shape: bool, extra: dict[str, Any]
-) -> None:
-    rng = np.random.default_rng(0)
-    arrays = rng.random((98, 64, 32)).astype(np.float32)
-    wt.pack(priced(arrays), str(tmp_path / "out"), max_shard_samples=25)
-    options: dict[str, Any] = {"batch_size": 8, "num_workers": num_workers, **extra}
-    loader, rows = wt.Loader(tmp_path / "out", with_labels(shape), **options), 0
-    for batch in loader.epoch(0, until=1):
-        numbers = [int(key[1:]) for key in batch["__key__"]]
-        assert torch.equal(batch["a"], torch.from_numpy(arrays[numbers]))
-        assert batch["label"].tolist() == [n % 5 for n in numbers]
-        assert batch["price"].tolist() == [n / 4 for n in numbers]
-        assert (batch["label"].dtype, batch["price"].dtype) == (torch.int64, torch.float32)
-        rows += len(numbers)
-    loader.close()
-    assert rows == len(loader) * 8
 
 
 def damage(index: wt.Index, field: str, numbers: Iterable[int], at: int) -> None:
@@ -234,19 +182,6 @@ def test_a_substitute_has_its_own_label(tmp_path: Path, on_error: Any, shape: bo
     assert bad == 3
 
 
-def test_no_bytes_of_labels_are_read(tmp_path: Path) -> None:
-    """The loader takes labels from the index; `verify` detects the changed bytes."""
-    samples_ = [{"__key__": f"k{n:03d}", "bin": b"abc", "cls": n % 5} for n in range(20)]
-    out = tmp_path / "out"
-    wt.pack(samples_, str(out), shuffle=False)
-    damage(wt.open(out), "cls", range(20), 0)
-    loader = wt.Loader(out, {"label": wt.label()}, batch_size=5, shuffle=False)
-    labels = [number for batch in loader.epoch(0, until=1) for number in batch["label"].tolist()]
-    loader.close()
-    assert labels == [n % 5 for n in range(20)]
-    assert not wt.verify(str(out)).ok
-
-
 def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path) -> None:
     """Its column has no kind of its own: each value is missing."""
     labels = [wt.Label("kind", "class", "json", "kind", tuple(NAMES))]
@@ -262,9 +197,7 @@ def test_a_set_of_missing_labels_is_joined_with_a_set_of_classes(tmp_path: Path)
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"where": "label == 1"}, {"balance": "label"}])
-def test_a_loader_of_columns_reads_no_shard(
-    options: dict[str, Any], num_workers: int, tmp_path: Path
-) -> None:
+def test_columns_need_no_shard(options: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
     """A class and a number of the index are delivered though the shards are gone."""
     rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
     index = wt.pack(rows, tmp_path / "out", shuffle=False)

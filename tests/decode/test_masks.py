@@ -41,9 +41,7 @@ def blocks(rng: np.random.Generator, height: int, width: int) -> npt.NDArray[np.
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 @pytest.mark.parametrize("augment", [None, "flip", "rrc+flip"])
-def test_a_mask_stays_aligned_with_its_image(
-    augment: str | None, kind: str, tmp_path: Path
-) -> None:
+def test_a_mask_stays_aligned_to_its_image(augment: str | None, kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     samples = []
     for number in range(12):

@@ -226,9 +226,7 @@ class Sometimes(Own):
 
 @WORKERS
 @pytest.mark.parametrize("on_error", ["raise", "replace"])
-def test_values_of_several_kinds_are_a_list(
-    tmp_path: Path, num_workers: int, on_error: str
-) -> None:
+def test_values_of_many_kinds_are_a_list(tmp_path: Path, num_workers: int, on_error: str) -> None:
     folder = pack(tmp_path / "set", 60)
     options: dict[str, Any] = {"num_workers": num_workers, "on_error": on_error}
     with wt.Loader(folder, {"x": Sometimes()}, batch_size=10, **options) as loader:

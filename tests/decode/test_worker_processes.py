@@ -198,9 +198,7 @@ def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 8, 96])
 @pytest.mark.parametrize("fits", [0, 1, 3, 10, 50, 10_000])
-def test_batches_in_flight_of_threads_are_bounded_by_cores_and_memory(
-    count: int, fits: int
-) -> None:
+def test_batches_in_flight_of_threads_are_bound_by_cores_and_memory(count: int, fits: int) -> None:
     limits = workers.limits_of(0, count, fits, 1)
     assert 2 <= limits.batches <= max(2, min(2 * count, fits))
     assert 1 <= limits.decoders <= min(count, limits.batches)

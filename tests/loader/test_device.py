@@ -44,9 +44,13 @@ class Copies:
         return batch
 
 
-def copied_ahead(batches: Any, copies: Any = None) -> Any:
-    """Return the batches on a device that needs no GPU. Its tensors have no values."""
-    return wt.to_device(batches, "meta", copies)
+def copied_ahead(batches: Any, copies: Any = None, device: str = "meta") -> Any:
+    """Return the batches on a device: "meta" needs no GPU, and its tensors have no values."""
+    return wt.to_device(batches, device, copies)
+
+
+WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+DEVICES = pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=WITH_GPU)])
 
 
 class Stays(torch.Tensor):
@@ -62,9 +66,7 @@ def pixels_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
-    photos: Path, num_workers: int
-) -> None:
+def test_one_batch_is_copied_ahead_and_not_yet_counted(photos: Path, num_workers: int) -> None:
     loader = wt.Loader(photos, transform=pixels_of, batch_size=8, num_workers=num_workers)
     expected = [
         (batch["__key__"], batch["image"].clone(), batch[RNG].tolist()) for batch in loader.epoch(0)
@@ -89,23 +91,25 @@ def test_one_batch_is_copied_ahead_and_the_state_does_not_count_it(
     loader.close()
 
 
-def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path) -> None:
+@DEVICES
+def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path, device: str) -> None:
     write_picture_shards(tmp_path, [64], bad=[37])
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
-        seen.extend(batch["__key__"][0] for batch in copied_ahead(loader))
+        seen.extend(batch["__key__"][0] for batch in copied_ahead(loader, None, device))
     assert seen == ["s000", "s008", "s016", "s024"]
     assert loader.state_dict()["step"] == 4
 
 
-def test_a_loop_that_ends_early_leaves_no_thread(photos: Path) -> None:
+@DEVICES
+def test_a_loop_that_ends_early_leaves_no_thread(photos: Path, device: str) -> None:
     loader = wt.Loader(photos, FIELDS, batch_size=8)
     for _ in range(3):
-        for _ in copied_ahead(loader):
+        for _ in copied_ahead(loader, None, device):
             break
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ZeroDivisionError):
-        _ = [1 // 0 for _ in copied_ahead(loader)]
+        _ = [1 // 0 for _ in copied_ahead(loader, None, device)]
     loader.close()
 
 

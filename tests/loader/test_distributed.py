@@ -19,9 +19,15 @@ import torch.distributed as dist
 import wdstrain as wt
 
 rank, world, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+shards, fields = json.loads(sys.argv[4])[0][0], {"label": wt.label()}
+older = {  # than the process group
+    "Loader": wt.Loader(shards, fields, batch_size=4),
+    "mix": wt.mix({"a": shards}, weights={"a": 1.0}, fields=fields, batch_size=4),
+    "set_epoch": wt.Loader(shards, fields, batch_size=4),
+}
+older["set_epoch"].set_epoch(1)
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
 for folder, workers, tail in json.loads(sys.argv[4]):
-    fields = {"label": wt.label()}
     loader = wt.Loader(folder, fields, batch_size=4, num_workers=workers, tail=tail)
     epochs = []
     for _ in range(3):
@@ -35,6 +41,13 @@ for folder, workers, tail in json.loads(sys.argv[4]):
         epochs.append(delivered)
     print(json.dumps(epochs))
     loader.close()
+for name, loader in older.items():
+    try:
+        older[name] = [key for batch in loader for key in batch["__key__"]]
+    except wt.WdstrainError as error:
+        older[name] = str(error)
+    loader.close()
+print(json.dumps(older))
 dist.destroy_process_group()
 """
 
@@ -49,6 +62,7 @@ dist.destroy_process_group()
 def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
     tmp_path: Path, world: int, cases: list[tuple[list[int], int, str]]
 ) -> None:
+    """Also with a loader that is older than the process group."""
     runs = [
         (str(write_shards(tmp_path / f"shards{number}", counts)), workers, tail)
         for number, (counts, workers, tail) in enumerate(cases)
@@ -67,6 +81,15 @@ def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
             samples = sum(counts) if tail == "pad" else steps.pop() * 4 * world
             assert len(keys) == len(set(keys)) == samples
         assert sum(counts) < 20 or epochs[0][0] != epochs[0][1]
+    older = [json.loads(lines[-1]) for lines in printed]
+    for name in older[0]:
+        given = [rank[name] for rank in older]
+        if isinstance(given[0], str):  # refused
+            assert "process group" in given[0] or "rank" in given[0]
+            continue
+        delivered = [key for rank in given for key in rank]
+        assert len({len(rank) for rank in given}) == 1, name
+        assert len(set(delivered)) == len(delivered) > sum(cases[0][0]) - 4 * world, name
 
 
 def test_a_rank_of_the_job_is_compared_with_the_process_group_and_a_given_one_is_not(

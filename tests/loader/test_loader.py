@@ -6,7 +6,6 @@ import gc
 import inspect
 import itertools
 import os
-import pickle
 import random
 import re
 import select
@@ -24,7 +23,7 @@ import wdstrain as wt
 from tests.conftest import Sample, keys_of, picture, quick_and_slow, write_shards, write_tar
 from tests.support.children import Program, ended
 from tests.support.os_faults import recorded_reads
-from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+from wdstrain.errors import SampleError, ShardError, UsageError
 from wdstrain.native import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -94,21 +93,6 @@ def test_kept_values_of_any_size_do_not_change_and_can_be_written_to(pictures: P
         assert [values(b) for b in kept[1::2]] == expected[1::2]
         assert [image.tolist() for image in one] == [images[0] for images in expected * 2]
         assert [values(b) for b in loader.epoch(0)] == expected[: len(loader)]
-
-
-def test_a_state_of_another_order_is_refused_with_both_values(shards: Path) -> None:
-    state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
-    with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):
-        wt.Loader(shards, batch_size=5, seed=2).load_state_dict(state)
-
-
-def test_two_loops_over_one_loader_are_refused(shards: Path) -> None:
-    loader = wt.Loader(shards, batch_size=4)
-    first, second = iter(loader), loader.epoch(0)
-    next(first)
-    next(second)
-    with pytest.raises(WdstrainError, match="another loop"):
-        next(first)
 
 
 # --- bad samples ----------------------------------------------------------------------------------
@@ -237,9 +221,7 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
 
 
 @pytest.mark.parametrize("when", ["before", "while it is used"])
-def test_samples_beyond_the_end_of_a_truncated_shard_are_replaced(
-    tmp_path: Path, when: str
-) -> None:
+def test_samples_beyond_the_end_of_a_cut_shard_are_replaced(tmp_path: Path, when: str) -> None:
     """The other samples of that shard are delivered; no partial sample is delivered."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), max_shard_samples=30, shuffle=False)
@@ -283,44 +265,6 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
     assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
 
 
-def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
-    output = ragged(sample)
-    if output is None:
-        raise ValueError("left out")
-    return output["x"], int(sample["cls"])
-
-
-def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
-    values, numbers = zip(*examples, strict=True)
-    stacked = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
-    return {"x": stacked, "n": torch.tensor(numbers), "examples": examples}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, "tail": "keep"}
-    options |= {"transform": as_pair, "collate_fn": padded, **REPLACE}
-
-    def numbers(batches: Any) -> list[list[int]]:
-        return [batch["n"].tolist() for batch in batches]
-
-    with wt.Loader(shards, **options) as loader, wt.Loader(shards, **options) as resumed:
-        batches = list(wt.to_device(loader, "cpu"))
-        assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4, 1]
-        for batch in batches:
-            assert [int(key[1:]) for key in batch["__key__"]] == batch["n"].tolist()
-            assert (batch["x"].sum(1) == batch["n"] + 1).all()
-            assert all(torch.equal(x, torch.ones(n + 1)) for x, n in batch["examples"])
-        assert loader.report()["bad"] == 3
-        for _ in itertools.islice(loader, 2):
-            pass
-        resumed.load_state_dict(loader.state_dict())
-        uninterrupted = numbers(loader.epoch(1, until=2))
-        assert numbers(resumed) == uninterrupted[2:]
-        with pickle.loads(pickle.dumps(loader)) as copied:
-            assert numbers(copied.epoch(1, until=2)) == uninterrupted
-
-
 # --- arguments ------------------------------------------------------------------------------------
 
 
@@ -356,9 +300,7 @@ def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
-def test_wrong_arguments_are_refused_at_construction(
-    shards: Path, options: dict[str, Any], words: str
-) -> None:
+def test_wrong_arguments_are_refused(shards: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         wt.Loader(shards, **options)
 
@@ -376,11 +318,6 @@ def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
     for workers in (0, 1):
         with wt.Loader(tmp_path, **LABEL, batch_size=1, num_workers=workers) as loader:
             assert [b["label"].tolist() for _ in range(40) for b in loader] == [[0]] * 40
-
-
-def test_the_repr_of_a_loader_shows_its_contents(shards: Path) -> None:
-    contents = "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds "
-    assert f"{contents}about 0.0 MB" in repr(wt.Loader(shards, batch_size=4))
 
 
 @pytest.mark.skipif(
@@ -410,9 +347,7 @@ def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_interrupted_loops_leave_no_threads_processes_or_descriptors(
-    pictures: Path, num_workers: int
-) -> None:
+def test_interrupted_loops_leave_no_threads_and_no_files(pictures: Path, num_workers: int) -> None:
     def descriptors(loader: wt.Loader) -> int:
         for _ in loader:
             break
@@ -502,32 +437,6 @@ def test_worker_processes_deliver_the_same_tensors_as_threads(tmp_path: Path) ->
             process_batch[name][0] = 0  # the caller owns the tensor and may write to it
 
 
-@pytest.mark.parametrize(
-    ("context", "workers"), quick_and_slow([("fork", 3), ("spawn", 1), ("forkserver", 1)], 2)
-)
-def test_every_start_method_delivers_the_pixels_of_threads(
-    pictures: Path, context: Any, workers: int
-) -> None:
-    """Random crops included, over two epochs."""
-
-    def epochs(**options: Any) -> list[Any]:
-        loader = wt.Loader(pictures, FIELDS, batch_size=8, shuffle_buffer=11, **options)
-        batches = itertools.chain(loader, loader)
-        actual = [
-            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone()) for b in batches
-        ]
-        loader.close()
-        return actual
-
-    in_processes = epochs(num_workers=workers, multiprocessing_context=context)
-    for in_thread, in_process in zip(epochs(), in_processes, strict=True):
-        assert in_thread[:3] == in_process[:3]
-        assert torch.equal(in_thread[3], in_process[3])
-    image = in_processes[0][3]
-    assert (image.shape, image.dtype) == ((8, 3, 16, 20), torch.uint8)
-    assert image.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_the_report_counts_padded_rows_and_samples_that_are_left_out(shards: Path) -> None:
     for tail, counts in (("drop", (0, 5)), ("pad", (3, 0))):
         loader = wt.Loader(shards, batch_size=8, tail=tail)
@@ -606,9 +515,7 @@ OTHERS_CHILD = """
         pytest.param(OTHERS_CHILD, "interrupted\nalive 1\n", id="an interrupted start of workers"),
     ],
 )
-def test_a_program_ends_and_leaves_other_processes_alone(
-    shards: Path, program: str, out: str
-) -> None:
+def test_a_program_ends_and_leaves_other_processes(shards: Path, program: str, out: str) -> None:
     done = ended(program, shards)
     assert (done.status, done.out) == (0, out), done.err
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import keys_of, write_shards, write_tar
+from tests.conftest import keys_of, write_tar
 
 Make = Callable[..., wt.Loader]
 
@@ -49,9 +49,7 @@ def bad_set(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_refused_for_bad_samples_is_not_counted_as_delivered(
-    bad_set: Make, num_workers: int
-) -> None:
+def test_a_batch_refused_for_bad_samples_does_not_count(bad_set: Make, num_workers: int) -> None:
     strict = bad_set(100, {57}, 0.0, num_workers=num_workers)
     batches = iter(strict)
     assert len(list(islice(batches, 5))) == 5
@@ -126,9 +124,7 @@ def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path:
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_set_epoch_in_a_loop_applies_to_the_next_loop(
-    shards: Path, step: int, device: bool
-) -> None:
+def test_set_epoch_in_a_loop_applies_to_the_next(shards: Path, step: int, device: bool) -> None:
     plain, loader, resumed = (wt.Loader(shards, batch_size=4) for _ in range(3))
     epochs = [keys_of(plain.epoch(number)) for number in range(8)]
     delivered = list[list[str]]()
@@ -228,9 +224,7 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_every_function_with_a_seed_requires_an_integer(
-    shards: Path, tmp_path: Path, seed: Any
-) -> None:
+def test_every_function_needs_an_integer_as_seed(shards: Path, tmp_path: Path, seed: Any) -> None:
     samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
     for call in (
         lambda: wt.pack(samples, tmp_path / "out", seed=seed),
@@ -264,44 +258,6 @@ def test_weights_of_a_mixture_are_finite_numbers_of_any_type(shards: Path) -> No
 
 
 # --- copies ---
-
-
-def pickled(loader: wt.Loader) -> wt.Loader:
-    copied: wt.Loader = pickle.loads(pickle.dumps(loader))
-    return copied
-
-
-@pytest.fixture(params=["one set", "mixture"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    counts = {"a": [7, 13, 1], "b": [30]}
-    sets = {name: write_shards(tmp_path / name, count) for name, count in counts.items()}
-
-    def made(**options: Any) -> wt.Loader:
-        options = {"batch_size": 4, "seed": 5, "shuffle_buffer": 9, **options}
-        options["fields"] = {"label": wt.label()}
-        if request.param == "one set":
-            return wt.Loader(sets["a"], **options)
-        return wt.mix(sets, weights={"a": 2, "b": 1}, **options)
-
-    return made
-
-
-@pytest.mark.parametrize(
-    ("copied", "num_workers"), [(pickled, 1), (copy.deepcopy, 0), (copy.copy, 0)]
-)
-def test_a_copy_of_a_loader_starts_at_the_position_of_the_loader(
-    make: Make, copied: Make, num_workers: int
-) -> None:
-    uninterrupted = keys_of(make())
-    delivered = list[list[str]]()
-    with make(num_workers=num_workers) as loader, copied(loader) as untouched:
-        for batch in loader:
-            delivered.append(batch["__key__"])
-            if len(delivered) == 2:
-                taken = copied(loader)
-        assert delivered == keys_of(untouched) == uninterrupted
-    with taken:
-        assert keys_of(taken) == uninterrupted[2:]
 
 
 def test_a_copy_has_the_rank_and_the_options_of_its_loader(

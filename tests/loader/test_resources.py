@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +140,7 @@ def mapped() -> int:
 @pytest.mark.parametrize(
     ("way", "workers"), [("plain", 0), ("break", 2), ("server", 2), ("failing server", 0)]
 )
-def test_close_releases_memory_without_the_garbage_collector(
-    tmp_path: Path, workers: int, way: str
-) -> None:
+def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, way: str) -> None:
     folder = blobs(tmp_path, shards=2, samples=100, size=1000)
     gc.collect()
     gc.disable()
@@ -177,9 +174,7 @@ def unshared(pid: int) -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="this /proc does not report shared memory"
 )
-def test_a_worker_shares_the_memory_of_its_parent_after_a_garbage_collection(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_shares_the_memory_of_its_parent_after_garbage_collection(tmp_path: Path) -> None:
     folder = blobs(tmp_path, shards=1, samples=20, size=100)
 
     def collecting(sample: dict[str, Any]) -> dict[str, int]:
@@ -219,13 +214,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
     assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
 
 
-@pytest.mark.slow
-def test_a_container_with_64_mb_of_dev_shm_is_enough(
-    tmp_path: Path, in_small_shm: Callable[..., str]
-) -> None:
-    folder = tmp_path / "set"
-    write_tar(folder / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
-    code = """
+BIG_BATCHES = """
 import sys, wdstrain as wt
 class Big:
     names = ("bin",)
@@ -237,25 +226,20 @@ kept = [batch for _ in range(3) for batch in loader]
 print(sum(int(batch["big"].float().mean()) for batch in kept))
 loader.close()
 """
-    assert in_small_shm(code, str(folder)) == "42\n"
 
 
-@pytest.fixture
-def in_small_shm() -> Callable[..., str]:
-    """Run Python code in a mount namespace whose /dev/shm has 64 MB."""
-
-    def run(code: str, *words: str) -> str:
-        inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-        mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
-        probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
-        if probe.returncode:
-            pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
-        command = [*mounting, sys.executable, "-c", code, *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+@pytest.mark.slow
+def test_64_mb_of_dev_shm_are_enough(tmp_path: Path) -> None:
+    """In a mount namespace whose /dev/shm has this size, as in a container."""
+    write_tar(tmp_path / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
+    inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
+    probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
+    command = [*mounting, sys.executable, "-c", BIG_BATCHES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
 # --- the default buffer ---------------------------------------------------------------------------

@@ -97,9 +97,7 @@ def test_a_changed_byte_of_a_selected_sample_is_detected(
         ({"balance": 3}, "not the name of a column"),
     ],
 )
-def test_impossible_selections_are_refused(
-    packed: Path, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_selections_are_refused(packed: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(wt.WdstrainError, match=message):
         wt.Loader(packed, **({"batch_size": 8} | options))
 
@@ -127,9 +125,7 @@ def test_samples_outside_where_need_no_weight(packed: Path) -> None:
         f"{name} {value if name != 'weights' else value[0]}" for name, value in options.items()
     ),
 )
-def test_samples_that_are_repeated_often_are_all_delivered(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_samples_repeated_often_are_all_delivered(options: dict[str, Any], tmp_path: Path) -> None:
     """Two whole epochs of 2,000 samples; with balance, ten large ones are half of the epoch."""
     if "balance" in options:
         sizes = [200_000 if n % 200 == 0 else 100 for n in range(2000)]

@@ -111,9 +111,7 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
 
 
 @pytest.mark.parametrize(("through", "num_workers"), [("plain", 1), ("device", 0)])
-def test_a_pass_of_the_parent_is_refused_in_a_child(
-    numbered: Path, num_workers: int, through: str
-) -> None:
+def test_a_child_has_no_pass_of_its_parent(numbered: Path, num_workers: int, through: str) -> None:
     loader = wt.Loader(numbered, {"number": Number()}, batch_size=20, num_workers=num_workers)
     begun = loader.epoch(0)
     batches = begun if through == "plain" else wt.to_device(begun, "meta")
@@ -169,7 +167,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Pat
 
 
 @pytest.mark.parametrize(("num_workers", "begun"), [(0, True), (2, False)])
-def test_threads_that_share_a_pass_have_each_batch_once(
+def test_threads_share_a_pass_without_repeats(
     tmp_path: Path, num_workers: int, begun: bool
 ) -> None:
     fields = {"text": wt.text("txt")} if num_workers else None
@@ -235,9 +233,7 @@ def epoch_of(samples: Any) -> int:
 
 
 @pytest.mark.parametrize("piped", quick_and_slow([True, False], 1))
-def test_a_pass_over_all_workers_is_an_epoch_after_partial_passes(
-    numbered: Path, piped: bool
-) -> None:
+def test_a_pass_of_all_workers_is_an_epoch_after_partial_ones(numbered: Path, piped: bool) -> None:
     """piped: the stream begins with its first sample."""
     stream = wt.stream(numbered, shuffle_buffer=60)
     data = wds.DataPipeline(stream) if piped else stream
@@ -261,15 +257,6 @@ def test_a_pass_over_all_workers_is_an_epoch_after_partial_passes(
     for _ in range(2):  # the same seed of torch is the same epoch
         torch.manual_seed(5)
         assert passed(lambda: workers_of(data, 2)) == 5
-
-
-def test_two_data_loaders_over_one_stream_take_epochs_in_turn(numbered: Path) -> None:
-    stream = wt.stream(numbered)
-    actual: list[list[Any]] = [[], []]
-    for pair in zip(workers_of(stream, 2), workers_of(stream, 2), strict=True):
-        for samples, sample in zip(actual, pair, strict=True):
-            samples.append(sample)
-    assert sorted(map(epoch_of, actual)) == [0, 1]
 
 
 @pytest.mark.slow

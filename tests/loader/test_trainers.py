@@ -21,7 +21,6 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards
-from tests.support.children import Program
 from tests.support.outcomes import result_or_refusal
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -474,44 +473,3 @@ def test_a_rank_of_a_job_is_known_or_refused(
 
     found = result_or_refusal(loader_rank)
     assert found == rank or (isinstance(found, str) and "rank" in found.lower())
-
-
-BEFORE_THE_GROUP = """
-import json, sys
-import torch.distributed as dist
-import wdstrain as wt
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-shards, fields, seen = f"{folder}/shards", {"label": wt.label()}, {}
-loaders = {
-    "Loader": wt.Loader(shards, fields, batch_size=4),
-    "mix": wt.mix({"a": shards}, weights={"a": 1.0}, fields=fields, batch_size=4),
-    "set_epoch": wt.Loader(shards, fields, batch_size=4),
-}
-loaders["set_epoch"].set_epoch(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-for name, loader in loaders.items():
-    try:
-        seen[name] = [key for batch in loader for key in batch["__key__"]]
-    except wt.WdstrainError as error:
-        seen[name] = str(error)
-    loader.close()
-print(json.dumps(seen))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("bare_environment")
-def test_a_loader_that_is_older_than_the_process_group_shares_the_samples(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", [40, 24])
-    programs = [Program(BEFORE_THE_GROUP, rank, tmp_path) for rank in range(2)]
-    ranks = [program.end() for program in programs]
-    assert [rank.status for rank in ranks] == [0, 0], ranks
-    first, second = (json.loads(rank.out) for rank in ranks)
-    for name in first:
-        if isinstance(first[name], str):  # refused
-            assert "process group" in first[name] or "rank" in first[name]
-            continue
-        assert len(first[name]) == len(second[name]) == 32, name
-        assert not set(first[name]) & set(second[name]), name

@@ -179,12 +179,13 @@ def choose_split(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
 
 def choose_folds(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
     """Choose the training or the validation part of a fold; check all folds."""
-    count, stratify = rng.choice((2, 3, 5)), rng.choice((None, "kind", "kind"))
+    count, stratify = rng.choice((2, 3, 5)), rng.choice((None, "kind", "json.kind"))
     if len(index) < 2 * count:
         return Choice(data, index)
-    folds = list(index.folds(count, stratify=stratify, seed=rng.randrange(3)))
+    by = rng.choice((None, "owner")) if len(index) >= 12 * count else None
+    folds = list(index.folds(count, by=by, stratify=stratify, seed=rng.randrange(3)))
     inside = {str(at): numbers_of(val, data) for at, (_, val) in enumerate(folds)}
-    check_parts(data, inside, dict.fromkeys(inside, 1 / count), None, stratify)
+    check_parts(data, inside, dict.fromkeys(inside, 1 / count), by, stratify)
     for (train, _), val in zip(folds, inside.values(), strict=True):
         outside = numbers_of(train, data)
         assert sorted(outside + val) == sorted(data.by_number()), "a fold lacks samples"

@@ -7,9 +7,11 @@ Every case is a function of its seed, which pytest prints as the name of the tes
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 from collections import Counter
@@ -27,7 +29,7 @@ import wdstrain as wt
 from tests.oracle.data_set import DataSet, Sample, draw_data_set, write
 from tests.oracle.mixtures import mixed_steps, mixture_refusal, shares_of, turns
 from tests.oracle.selections import COLUMNS, Choice, Weighting, check_parts, draw_choice
-from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
+from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, drawn, options, rows
 from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
 
@@ -52,8 +54,8 @@ def test_a_random_mixture_takes_the_steps_of_the_model(seed: int, tmp_path: Path
     rng = random.Random(seed)
     data = draw_data_set(rng, most=rng.choice((4, 30)), raw=seed % 3 == 0)
     paths = write(data, tmp_path / "set", rng)
-    drawn = draw_options(rng, len(data.samples))
-    case = Case(rng, data, paths, paths, drawn, "", rng.randrange(3))
+    given = draw_options(rng, len(data.samples))
+    case = Case(rng, data, paths, paths, given, "", rng.randrange(3))
     check_mixture(case)
 
 
@@ -75,7 +77,7 @@ class Case:
 
     data: the samples that it reads. paths: shards of the set. source: the set, or a selection of
     it. options: of the loader. view: form of the samples. weighting: how often samples occur.
-    orders: the delivered epoch of each rank.
+    orders: the delivered epoch of each rank. draws: results of random numbers in it, by step.
     """
 
     rng: random.Random
@@ -87,6 +89,7 @@ class Case:
     epoch: int
     weighting: Weighting | None = None
     orders: Orders = field(default_factory=list)
+    draws: list[list[Any]] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -149,11 +152,11 @@ def draw_case(seed: int, folder: Path) -> tuple[Case, tuple[str, ...]]:
     choice = Choice(data, str(folder / "set"))
     if seed % 2:
         choice = draw_choice(rng, seed // 2, data, folder / "set")
-    drawn = draw_options(rng, choice.samples) | choice.options
+    given = draw_options(rng, choice.samples) | choice.options
     view, epoch = "raw" if raw else rng.choice(VIEWS), rng.randrange(3)
-    if view == "raw" and drawn["tail"] == "pad" and rng.random() < 0.7:
-        drawn["tail"] = "keep"  # padded arrays are not read straight into batches
-    case = Case(rng, choice.data, paths, choice.source, drawn, view, epoch, choice.weighting)
+    if view == "raw" and given["tail"] == "pad" and rng.random() < 0.7:
+        given["tail"] = "keep"  # padded arrays are not read straight into batches
+    case = Case(rng, choice.data, paths, choice.source, given, view, epoch, choice.weighting)
     return case, choice.kinds
 
 
@@ -210,10 +213,12 @@ def read_until_error(loader: wt.Loader, epoch: int) -> tuple[list[Batch], str | 
 def check_epoch(case: Case, source: Any) -> Orders:
     """Read the epoch on every rank, compare all values, and return the orders."""
     by_rank, real, tail = [], Counter[int](), case.options["tail"]
+    case.draws = []
     for rank in range(case.world_size):
         batches = case.read(rank, source)
         case.compare(batches)
         by_rank.append(case.numbers(batches))
+        case.draws.append(list(map(drawn, batches)))
         for batch, step in zip(batches, by_rank[-1], strict=True):
             valid = batch["__valid__"].tolist() if tail == "pad" else [True] * len(step)
             real.update(number for number, good in zip(step, valid, strict=True) if good)
@@ -252,19 +257,22 @@ def check_counts(case: Case, by_rank: Orders, real: Counter[int]) -> None:
 
 def check_workers(case: Case) -> None:
     """Worker processes deliver the same batches in the same order as threads."""
-    rank = case.draw_rank()
-    workers = case.rng.choice((1, 2))
-    batches = case.read(rank, num_workers=workers, multiprocessing_context="fork")
+    rank, workers = case.draw_rank(), case.rng.choice((1, 2))
+    method = case.rng.choice(("fork", "fork", "fork", "spawn", "forkserver"))
+    batches = case.read(rank, num_workers=workers, multiprocessing_context=method)
     assert case.numbers(batches) == case.orders[rank]
     case.compare(batches)
-    if case.view == "random transform":
-        drawn = [batch["drawn"].tolist() for batch in batches]
-        threads = [batch["drawn"].tolist() for batch in case.read(rank)]
-        assert drawn == threads, "draws depend on workers"
+    assert list(map(drawn, batches)) == case.draws[rank], "draws depend on workers"
+
+
+def pickled(loader: wt.Loader) -> wt.Loader:
+    """Return a copy, as another process gets it."""
+    received: wt.Loader = pickle.loads(pickle.dumps(loader))
+    return received
 
 
 def check_resume(case: Case) -> None:
-    """Check that a stopped loop continues with the next batch, also in a new loader.
+    """Check that a stopped loop continues with the next batch, also in a new loader or a copy.
 
     After the last batch that is the first of the next epoch.
     """
@@ -275,10 +283,15 @@ def check_resume(case: Case) -> None:
     loader.set_epoch(case.epoch)
     before = list(islice(loader, stop)) if stop else []
     state = json.loads(json.dumps(loader.state_dict()))
-    if rng.random() < 0.5:
+    copied = rng.choice((None, None, pickled, copy.copy, copy.deepcopy))
+    if copied is not None:  # it begins where the loader is
+        with loader:
+            loader = copied(loader)
+    elif rng.random() < 0.7:
         loader.close()
         loader = case.loader(rank, num_workers=rng.choice((0, 0, 0, 1)))
-    loader.load_state_dict(state)
+    if copied is None:
+        loader.load_state_dict(state)
     after = list(loader)
     following = next(iter(loader), None)
     loader.close()
@@ -287,6 +300,7 @@ def check_resume(case: Case) -> None:
     if stop == steps:
         before, after, following = [], before, after[0]
     assert case.numbers(before + after) == case.orders[rank], f"stopped at step {stop} of {steps}"
+    assert list(map(drawn, before + after)) == case.draws[rank]
     if following is not None:
         expected = replace(case, epoch=case.epoch + 1).read(rank)
         assert case.numbers([following]) == case.numbers(expected[:1]), (
@@ -302,6 +316,7 @@ def check_other_states(case: Case, rank: int, state: Mapping[str, Any]) -> None:
     if case.weighting is not None:
         more = {"balance": None, "weights": [8.0] * len(given)}
         others.append(("weights was", given, more))
+    others.append(("seed was", given, {"seed": case.options["seed"] + 1}))
     if max(len(case.data.samples), case.global_batch) < len(whole):
         others.append(("data was", whole, {"where": None, "weights": None, "balance": None}))
     for difference, source, more in others:
@@ -394,7 +409,7 @@ def check_bad_samples(case: Case) -> None:
     assert (error is None) == (first is None), f"first bad batch: {first}; error: {error}"
     if error is not None:
         assert any(sample.key in error for sample in chosen), error
-        assert view == "transform" or field in error
+        assert "transform" in view or field in error
 
     loader = damaged.loader(rank, num_workers=workers, on_error="replace", max_errors=1.0)
     replaced, error = read_until_error(loader, case.epoch)
@@ -511,9 +526,11 @@ def check_mixture(case: Case) -> None:
         loader.set_epoch(case.epoch)
         before = list(islice(loader, stop)) if stop else []
         state = json.loads(json.dumps(loader.state_dict()))
+        other = pickled(loader)
         loader.close()
-        other = wt.mix(sources, **named, rank=rank)
-        other.load_state_dict(state)
+        if rng.random() < 0.5:
+            other = wt.mix(sources, **named, rank=rank)
+            other.load_state_dict(state)
         after = list(other) if stop < len(steps) else []
         other.close()
         assert mixed.numbers(before + after) == mixed.numbers(batches)

@@ -30,6 +30,7 @@ import wdstrain as wt
 from tests.oracle.training_model import (
     HEADS,
     LABELS,
+    LOSSES,
     NAMES,
     NETS,
     SIDE,
@@ -38,6 +39,7 @@ from tests.oracle.training_model import (
     PlainRun,
     Tensors,
     draw_samples,
+    image_options,
     input_options,
     label_field,
     own_optimizer,
@@ -49,13 +51,15 @@ DEFAULT = 12  # cases of the default suite
 # Cases of the slow part: BLOCKS tests of BLOCK cases each, so that each has all of PAIRS.
 BLOCK, BLOCKS = 150, 2
 
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop by default
+
 # Values that are drawn for each case; a value that is listed twice is drawn more often.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "label": ("kind", *HEADS),
     "declared": (True, True, False),  # whether the index names the labels
     "label_field": (False, False, True),  # whether an entry of fields= names the label
     "input": ("image", "image", "image field", "vector", "both", "own field", "random field"),
-    "dtype": ("float32", "float64", "uint8"),
+    "dtype": ("float32", "float64", "uint8", "float16", "uint16", "int64", "bool"),
     "net": ("batch_norm", "layer_norm", "dropout", "dense"),
     "model": ("function", "module", "name"),
     "weights": (None, None, None, "start.pt"),
@@ -90,8 +94,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "unfreeze_epoch": (None, 0, 1),
     "class_weights": ("none", "none", "balanced"),
     "label_smoothing": (0.0, 0.0, 0.1),
-    "criterion": (None, None, None, functional.smooth_l1_loss),
-    "augment": (None, None, "flip", "rrc+flip"),
+    "grad_checkpointing": (False, False, True),
+    "criterion": (None, None, None, functional.smooth_l1_loss, "torch"),
+    "augment": (None, None, "flip", "rrc+flip", "trivialaugment"),
+    "scale": (SCALE, SCALE, (0.3, 0.6)),
+    "ratio": (RATIO, RATIO, (1.0, 1.0)),
+    "crop_pct": (1.0, 1.0, 0.5),
     "color_jitter": (0.0, 0.0, 0.4),
     "random_erasing": (0.0, 0.0, 0.5),
     "mixup": (0.0, 0.0, 0.0, 0.4),
@@ -168,8 +176,13 @@ def is_valid(drawn: Drawn) -> bool:
             is_image or drawn.input == "both" or not drawn.augment,
             (is_image and is_alone) or not (changes_colors or mixes),
             not mixes or kinds in (["class"], ["binary"]),
+            "rrc" in (drawn.augment or "") or (drawn.scale, drawn.ratio) == (SCALE, RATIO),
+            "mask" not in kinds or drawn.augment != "trivialaugment",
+            is_image or drawn.input == "both" or drawn.crop_pct == 1,
+            not drawn.grad_checkpointing or drawn.net in ("layer_norm", "dropout"),
             mixes or (drawn.mixup_prob == 1 and drawn.mixup_off_epoch is None),
-            not drawn.criterion or kinds == ["number"],
+            not callable(drawn.criterion) or kinds == ["number"],
+            drawn.criterion != "torch" or not (mixes or "mask" in kinds),
             not drawn.criterion or (not drawn.label_smoothing and drawn.class_weights == "none"),
             drawn.monitor in known if drawn.val == "val" else not has_val,
             drawn.schedule != "onecycle" or not drawn.warmup,
@@ -242,6 +255,14 @@ class Case:
         given = {"module": self.plain.net(), "name": f"{net.__module__}:{net.__name__}"}
         return given.get(self.drawn.model, net)
 
+    @property
+    def criterion(self) -> Any:
+        """The loss that is given to the run; of several labels a loss for each."""
+        if self.drawn.criterion != "torch":
+            return self.drawn.criterion
+        losses = {label: LOSSES[kind] for label, kind, _ in self.plain.heads}
+        return losses if len(losses) > 1 else next(iter(losses.values()))
+
     def train(self, name: str, watch: Watch, **more: Any) -> Any:
         """Run `wt.train` in a folder of this name."""
         drawn = self.drawn
@@ -265,7 +286,9 @@ class Case:
         if drawn.input == "image":
             options["image_size"] = SIDE
         else:
-            options |= {"augment": None, **input_options(drawn, training=True)}
+            for name_ in image_options(drawn, training=True):
+                del options[name_]
+            options |= input_options(drawn, training=True)
         if drawn.label_field:
             options["fields"]["label"] = label_field(drawn.label)
         if drawn.weights:
@@ -281,6 +304,7 @@ class Case:
             options["optimizer"] = own_optimizer if drawn.optimizer == "own function" else name_of
             del options["lr"], options["weight_decay"]
         options |= {"model": self.model, "device": "cpu", "deterministic": True, **more}
+        options["criterion"] = self.criterion
         out = self.folder / name
         return wt.train(self.folder / "train", out, callbacks=[watch], progress=watch, **options)
 
@@ -303,7 +327,7 @@ class Case:
         return {"model": self.model, "device": "cpu", "progress": Watch(), **inputs}
 
     def evaluate(self, name: str = "last") -> dict[str, Any]:
-        options = {**TOLERANT, "criterion": self.drawn.criterion, **self.trained()}
+        options = {**TOLERANT, "criterion": self.criterion, **self.trained()}
         return wt.evaluate(self.checkpoint(name), self.folder / "val", **options)[1]
 
 
@@ -323,6 +347,8 @@ def check_case(seed: int, folder: Path) -> Pairs:
         check_resume_with_bad_samples(case)
         return [("errors", errors), ("bad", case.drawn.bad)]
     case.result, case.updates = case.train("run", watch), watch.updates
+    is_checkpointed = getattr(case.result.model, "is_checkpointed", False)
+    assert case.drawn.ema or is_checkpointed == case.drawn.grad_checkpointing
     for check in CHECKS:
         check(case)
     return list(vars(case.drawn).items())
@@ -450,6 +476,9 @@ def check_export(case: Case) -> None:
             )
 
 
+OTHER: dict[str, Any] = {"keep": 1, "checkpoint_every": 3, "num_workers": 1}  # of a resumed run
+
+
 def check_resume(case: Case) -> None:
     """Check that a run that was stopped and resumed has the bits of the first."""
     for _ in range(case.rng.choice((1, 2))):
@@ -457,7 +486,8 @@ def check_resume(case: Case) -> None:
         watch.kill, watch.at = case.drawn.kill, case.rng.randrange(case.updates) + 1
         with suppress(Killed, KeyboardInterrupt):
             case.train("again", watch, resume=True)
-    case.train("again", Watch(slower=case.drawn.slower), resume=True)
+    other = {**OTHER, "num_workers": case.rng.choice((0, 0, 0, 1))}
+    case.train("again", Watch(slower=case.drawn.slower), resume=True, **other)
     assert_equal(timeless(case.state(run="again")), timeless(case.state()))
     texts = ((case.folder / run / "metrics.jsonl").read_text() for run in ("again", "run"))
     lines = [[timeless(json.loads(line)) for line in text.splitlines()] for text in texts]
@@ -473,9 +503,9 @@ def check_resume_with_bad_samples(case: Case) -> None:
 
 
 def timeless(value: Any) -> Any:
-    """Return a value without seconds, and without what follows from them."""
+    """Return a value without seconds, what follows from them, and options that may change."""
     if isinstance(value, dict):
-        timed = ("seconds", "samples_per_second", "stall", "verdict")
+        timed = ("seconds", "samples_per_second", "stall", "verdict", *OTHER)
         return {n: timeless(v) for n, v in value.items() if not str(n).endswith(timed)}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 

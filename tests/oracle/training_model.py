@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import wdstrain as wt
 
@@ -44,6 +45,9 @@ HEADS = {
     "size,kind,tags": [("size", "number", 1), ("kind", "class", 3), ("tags", "multi", 3)],
     "mask.png": [("mask", "mask", 3)],
 }
+# Losses of torch that equal those of the kinds of labels
+LOSSES = {"class": nn.CrossEntropyLoss(), "binary": nn.CrossEntropyLoss()}
+LOSSES |= {"multi": nn.BCEWithLogitsLoss(), "number": nn.MSELoss()}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TOLERANT = {"on_error": "replace", "max_errors": 1.0}
 
@@ -111,10 +115,16 @@ def input_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
     noise = -0.2 if training and drawn.input == "random field" else 0.0
     if "field" in drawn.input and drawn.input != "image field":
         return {"fields": {"vector": OwnVector(drawn.dtype, noise)}}
-    image = wt.image("png", size=SIDE, augment=drawn.augment if training else None)
+    image = wt.image("png", size=SIDE, **image_options(drawn, training=training))
     fields = {"image": image, "vector": wt.array("npy", shape=(6,), dtype=drawn.dtype)}
     names = {"vector": ("vector",), "both": ("image", "vector")}.get(drawn.input, ("image",))
     return {"fields": {name: fields[name] for name in names}}
+
+
+def image_options(drawn: Drawn, *, training: bool) -> dict[str, Any]:
+    """Return the options of an image, which is augmented only in training."""
+    names = ("augment", "scale", "ratio", "crop_pct") if training else ("crop_pct",)
+    return {name: vars(drawn)[name] for name in names}
 
 
 def label_field(label: str) -> wt.Field:
@@ -129,6 +139,8 @@ def label_field(label: str) -> wt.Field:
 class Net(nn.Module):
     """Two blocks and a layer of outputs for six features, the sum of those of the inputs."""
 
+    is_checkpointed = False
+
     def __init__(self, outputs: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -139,7 +151,13 @@ class Net(nn.Module):
     def forward(self, image: Tensor, vector: Tensor | None = None) -> Tensor:
         inputs = [image] if vector is None else [image, vector]
         features = [x if x.ndim == 2 else x.unflatten(3, (2, -1)).mean((2, 4)) for x in inputs]
-        return self.last(self.blocks(sum(x.flatten(1) for x in features)))
+        features = [sum(x.flatten(1) for x in features)]
+        if self.is_checkpointed:
+            return self.last(checkpoint(self.blocks, *features, use_reentrant=False))
+        return self.last(self.blocks(*features))
+
+    def set_grad_checkpointing(self) -> None:
+        self.is_checkpointed = True
 
 
 def batch_norm(outputs: int) -> nn.Module:
@@ -212,21 +230,36 @@ def predictions(kind: str, outputs: Tensor, scale: tuple[float, float]) -> Array
     return np.asarray(outputs > 0) if kind == "multi" else np.asarray(outputs[:, 0] > 0).astype(int)
 
 
-def metrics_of(kind: str, predicted: Array, true: Array) -> dict[str, float]:
+def f1(predicted: Array, true: Array) -> float:
+    """Return F1 of flags."""
+    return float(2 * (predicted & true).sum() / max(1, predicted.sum() + true.sum()))
+
+
+def metrics_of(
+    kind: str, columns: int, predicted: Array, true: Array, mean: float
+) -> dict[str, float]:
+    """Return the metrics of a head. mean: of the numbers in training."""
     if kind == "number":
         error = predicted - true
-        squared = (error**2).mean()
-        return {"mse": squared, "mae": abs(error).mean(), "r2": 1 - squared / true.var()}
+        squared, of_mean = (error**2).mean(), ((true - mean) ** 2).mean()
+        metrics = {"mse": squared, "mae": abs(error).mean(), "mse_of_mean": of_mean}
+        return {**metrics, "r2": 1 - squared / true.var()}
     equal = predicted == true
     if kind == "multi":
-        return {"accuracy": equal.mean(), "exact": equal.all(1).mean()}
+        each = [f1(*tag) for tag in zip(predicted.T, true.T, strict=True) if tag[1].any()]
+        return {"accuracy": equal.mean(), "exact": equal.all(1).mean(), "f1": np.mean(each)}
     if kind == "mask":
         predicted, true = predicted[true != 255], true[true != 255]
         pairs = [(predicted == number, true == number) for number in range(3)]
         shares = [(a & b).sum() / (a | b).sum() for a, b in pairs if (a | b).any()]
         return {"mIoU": np.mean(shares), "pixel_accuracy": (predicted == true).mean()}
     recalls = [equal[true == number].mean() for number in np.unique(true)]
-    return {"accuracy": equal.mean(), "balanced_accuracy": np.mean(recalls)}
+    metrics = {"accuracy": equal.mean(), "balanced_accuracy": np.mean(recalls)}
+    if columns < 3:
+        hits, guesses = (predicted & true).sum(), max(1, predicted.sum())
+        metrics |= {"precision": hits / guesses, "recall": hits / max(1, true.sum())}
+        return {**metrics, "f1": f1(predicted == 1, true == 1)}
+    return {**metrics, "f1": np.mean([f1(predicted == n, true == n) for n in np.unique(true)])}
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -290,8 +323,8 @@ class PlainRun:
         drawn, options = self.drawn, input_options(self.drawn, training=training)
         options |= {"batch_size": drawn.batch_size, **errors}
         if drawn.label == "mask.png":
-            augment = drawn.augment if training else None
-            options["fields"]["mask"] = wt.mask(size=SIDE, augment=augment)
+            shown = image_options(drawn, training=training)
+            options["fields"]["mask"] = wt.mask(size=SIDE, **shown)
         if not training:
             return wt.Loader(self.folder / "val", **options, shuffle=False, tail="keep")
         if drawn.mixup or drawn.cutmix:
@@ -334,7 +367,7 @@ class PlainRun:
                 values = ((values - self.scale[0]) / self.scale[1]).astype(np.float32)
             target = torch.from_numpy(values.astype(np.float32) if kind == "multi" else values)
             target = batch.get("label", batch.get("mask", target))  # mixed, or augmented
-            if self.drawn.criterion:
+            if callable(self.drawn.criterion):
                 total = total + self.drawn.criterion(own[:, 0], target)
             else:
                 total = total + loss_of(kind, own, target, smooth, weight if training else None)
@@ -372,10 +405,11 @@ class PlainRun:
     def metrics(self, predicted: list[Array], keys: list[str]) -> dict[str, float]:
         """Return the metrics of predictions, by head, for these samples of the validation set."""
         by_key, metrics = {sample.key: sample.values for sample in self.val}, {}
-        for (label, kind, _), own in zip(self.heads, predicted, strict=True):
+        for (label, kind, columns), own in zip(self.heads, predicted, strict=True):
             prefix = f"{label}/" if len(self.heads) > 1 else ""
             true = np.array([by_key[key][label] for key in keys])
-            metrics |= {f"{prefix}{n}": v for n, v in metrics_of(kind, own, true).items()}
+            scores = metrics_of(kind, columns, own, true, self.scale[0])
+            metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
         return metrics
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -36,12 +36,27 @@ def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[
     return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
 
 
+def as_tuple(sample: Mapping[str, Any]) -> tuple[int, int, float, torch.Tensor]:
+    """A user's transform, whose examples only `collated` can join."""
+    return (*example(sample).values(), torch.ones(int(sample["number"]) % 5))
+
+
+def collated(examples: list[Any]) -> dict[str, Any]:
+    """A user's function that makes batches."""
+    columns = list(zip(*examples, strict=True)) or [(), (), (), ()]
+    angles = torch.tensor(columns[2], dtype=torch.float64)
+    whole = {"number": torch.tensor(columns[0]), "sum": list(columns[1]), "angle": angles}
+    return {**whole, "examples": examples}
+
+
 def options(view: str) -> dict[str, Any]:
     """The arguments of `wt.Loader` for this view."""
     if view == "bytes":
         return {}
     if view == "transform":
         return {"transform": example}
+    if view == "collated transform":
+        return {"transform": as_tuple, "collate_fn": collated}
     if view == "random transform":
         return {"transform": random_example}
     fields: dict[str, Any] = {"number": wt.text("number")}
@@ -50,6 +65,7 @@ def options(view: str) -> dict[str, Any]:
     elif view == "tensors":
         fields |= {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
         fields |= {"image": wt.image("png", size=SIDE)}
+        fields |= {"crop": wt.image("png", size=(4, 6), augment="rrc+flip")}
     else:
         fields |= {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
         fields |= {"angle": wt.number("json.angle")}
@@ -58,11 +74,12 @@ def options(view: str) -> dict[str, Any]:
 
 
 SIDE = (5, 7)
-VIEWS = ("bytes", "transform", "random transform", "tensors", "lists")
+VIEWS = ("bytes", "transform", "collated transform", "random transform", "tensors", "lists")
 DECODED = {
     "tensors": ("cls", "npy", "png"),
     "lists": ("npy", "png", "json"),
     "transform": ("json",),
+    "collated transform": ("json",),
     "raw": ("cls", "npy"),
 }
 
@@ -70,6 +87,11 @@ DECODED = {
 def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the samples of a batch, row by row; padding counts as a row."""
     return [int(number) for number in batch["number"]]
+
+
+def drawn(batch: Mapping[str, Any]) -> list[Any]:
+    """Return what random numbers made: it depends on the seed, the epoch and the sample alone."""
+    return [batch[name].tolist() for name in ("drawn", "crop", "__rng__") if name in batch]
 
 
 def compare(
@@ -87,6 +109,8 @@ def compare(
         elif "transform" in view:
             assert int(batch["sum"][row]) == zlib.crc32(sample.fields["png"])
             assert float(batch["angle"][row]) == sample.angle
+            if "examples" in batch:
+                assert len(batch["examples"][row][3]) == number % 5
         else:
             _compare_values(view, batch, row, sample, classes)
 
@@ -95,6 +119,12 @@ def _compare_values(
     view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]
 ) -> None:
     assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
+    if view == "tensors":
+        for image in (batch["image"], batch["crop"]):
+            assert image.dtype == torch.uint8
+            assert image.is_contiguous(memory_format=torch.channels_last)
+    if view in ("raw", "tensors"):
+        assert batch["label"].dtype == torch.int64
     if view != "raw":
         assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
     if view in ("raw", "tensors"):

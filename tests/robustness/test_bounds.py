@@ -124,9 +124,7 @@ HEADERS: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("begin", "words"), HEADERS, ids=range(len(HEADERS)))
-def test_impossible_headers_are_refused_with_their_offset(
-    tmp_path: Path, begin: bytes, words: str
-) -> None:
+def test_impossible_headers_are_named_by_offset(tmp_path: Path, begin: bytes, words: str) -> None:
     begin += head() if b"PaxHeader" in begin else b""
     (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
     with pytest.raises(ShardError, match=words):
@@ -169,9 +167,7 @@ def test_compressed_tars_are_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 43])
-def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
-    tmp_path: Path, size: int
-) -> None:
+def test_a_sample_larger_than_memory_is_refused_before_a_read(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.tar"
     with open(path, "wb") as file:  # a sparse file: a few KB on disk
         file.write(head("k.bin", base256(size)))

@@ -31,7 +31,6 @@ from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, W
 from wdstrain.runtime.workers import DeferSignals
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
-from wdstrain.storage.cache import Cache
 from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
 
@@ -62,9 +61,7 @@ def test_a_fault_of_every_kind_is_survived(part: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
-    tmp_path: Path,
-) -> None:
+def test_a_fault_that_is_not_survived_is_printed_with_the_command_to_repeat(tmp_path: Path) -> None:
     """Without flushing, a power cut loses data of files that have their final name."""
     broken = tmp_path / "wdstrain"
     shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
@@ -85,48 +82,45 @@ def test_a_fault_that_is_not_survived_is_printed_with_a_command_to_repeat_it(
 # --- conversions ---
 
 
+def check_another_source_between(
+    folder: Path, convert: Callable[[str, Path], Any], first: str, second: str
+) -> None:
+    """Check that a conversion ignores what one of the source "two" left when both ended there."""
+    for name, end in (("one", first), ("two", second)):
+        with ended_at("replace", end):
+            convert(name, folder / "out")
+    convert("one", folder / "out")
+    convert("one", folder / "whole")
+    assert files_of(folder / "out") == files_of(folder / "whole")
+
+
 def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Path) -> None:
     """Both streams were spilled, and no shard was written; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
 
-    def pack(name: str, out: str) -> None:
-        source = {"x": str(tmp_path / f"{name}.npy")}
-        wt.convert_arrays(source, str(tmp_path / out), max_shard_samples=40, resume=True)
+    def pack(name: str, out: Path) -> None:
+        source = {"x": tmp_path / f"{name}.npy"}
+        wt.convert_arrays(source, out, max_shard_samples=40, resume=True)
 
-    with ended_at("replace", r"/train-\d+\.tar"):
-        pack("one", "out")
-    with ended_at("replace", r"/train-\d+\.tar"):
-        pack("two", "out")
-    pack("one", "out")
-    pack("one", "whole")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    check_another_source_between(tmp_path, pack, *[r"/train-\d+\.tar"] * 2)
 
 
 def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path: Path) -> None:
     """A shard of equal size was written from other input, and its part of the index was not."""
     for name, value in (("one", 1), ("two", 2)):
+        (tmp_path / name / "a").mkdir(parents=True)
         for number in range(6):
-            path = tmp_path / name / "a" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture(value, kind="JPEG").ljust(2000, b"\0"))
+            data = picture(value, kind="JPEG").ljust(2000, b"\0")
+            (tmp_path / name / "a" / f"{number}.jpg").write_bytes(data)
 
-    def convert(name: str, out: str) -> None:
-        source = str(tmp_path / name)
-        wt.convert_folder(source, str(tmp_path / out), max_shard_samples=3, resume=True)
+    def convert(name: str, out: Path) -> None:
+        wt.convert_folder(tmp_path / name, out, max_shard_samples=3, resume=True)
 
-    with ended_at("replace", r"/commit\.json"):
-        convert("one", "out")
-    with ended_at("replace", r"\.tar\.part"):
-        convert("two", "out")
-    convert("one", "out")
-    convert("one", "whole")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    check_another_source_between(tmp_path, convert, r"/commit\.json", r"\.tar\.part")
 
 
-def test_a_finished_conversion_does_not_remove_the_staging_directory_of_the_next(
-    tmp_path: Path,
-) -> None:
+def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_path: Path) -> None:
     """A second conversion begins while the first, already complete, removes its staging files."""
     fork = multiprocessing.get_context("fork")
     began, ended, go_on = fork.Event(), fork.Event(), fork.Event()
@@ -255,32 +249,25 @@ def replaced(path: Path, data: bytes, *, keep_time: bool = False) -> None:
 
 @pytest.mark.parametrize("keep_time", [True, False])
 @pytest.mark.parametrize("indexed", [True, False])
-def test_replacing_a_shard_without_checksums_during_use_raises(
+def test_a_shard_without_checksums_that_is_replaced_during_use_is_an_error_or_bad_samples(
     tmp_path: Path, indexed: bool, keep_time: bool
 ) -> None:
     folder = write_shards(tmp_path / "s", [9, 9])
     if indexed:
         wt.index(folder)
-    loader = wt.Loader(folder, batch_size=2, shuffle=False)
-    data = (folder / "part-001.tar").read_bytes()
-    replaced(folder / "part-001.tar", data.replace(b"sample 1", b"SAMPLE 1"), keep_time=keep_time)
-    changed = "part-001.tar was written to or replaced since it was opened first"
-    with pytest.raises(ShardError, match=changed):
-        list(loader)
-    loader.close()
-    assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # the new shard
-
-
-def test_all_samples_of_a_replaced_shard_are_bad_and_counted(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "s", [8, 8])
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": False}
+    loader = wt.Loader(folder, **options)
+    replacing = wt.Loader(folder, **options, on_error="replace", max_errors=0.6)
     shard = folder / "part-001.tar"
-    loader = wt.Loader(folder, batch_size=2, shuffle=False, on_error="replace", max_errors=0.6)
-    replaced(shard, shard.read_bytes().replace(b"sample 1", b"SAMPLE 1"))
-    actual = [text for batch in loader for text in batch["txt"]]
-    assert loader.report()["bad"] == 8
-    assert len(actual) == 16
-    assert not any(text.startswith(b"SAMPLE") for text in actual)
-    loader.close()
+    replaced(shard, shard.read_bytes().replace(b"sample 1", b"SAMPLE 1"), keep_time=keep_time)
+    changed = "part-001.tar was written to or replaced since it was opened first"
+    with loader, pytest.raises(ShardError, match=changed):
+        list(loader)
+    with replacing:
+        actual = [text for batch in replacing for text in batch["txt"]]
+        assert replacing.report()["bad"] == 9
+    assert [text[:6] for text in actual] == [b"sample"] * 18
+    assert len(list(wt.Loader(folder, **options))) == 9  # the new shard
 
 
 def test_a_new_link_and_changed_permissions_do_not_change_a_file(tmp_path: Path) -> None:
@@ -391,22 +378,6 @@ def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
         with ExitStack() as stack:
             open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=resume)
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
-
-
-def test_a_part_with_zeroed_bytes_is_not_used(tmp_path: Path) -> None:
-    """Flushed files never look like this, but some disks may return it after a power cut."""
-    index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    shard, cache = index.shards[0], Cache(str(tmp_path / "cache"))
-    path, data = "http://127.0.0.1:9/train-000000.tar", Path(shard.path).read_bytes()
-    place = cache.place(path, shard.bytes, shard.sha256)
-    for content, is_kept in ((bytes(shard.bytes), False), (data, True)):
-        Path(f"{place}.{shard.bytes}.part").write_bytes(content)
-        file = cache.open(path, shard.bytes, shard.sha256)
-        cache.stop(10)
-        if file is not None:
-            file.close()
-        assert os.path.exists(place) == is_kept
-    assert Path(place).read_bytes() == data
 
 
 # --- workers ---

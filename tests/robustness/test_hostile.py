@@ -25,7 +25,6 @@ from isal import isal_zlib
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_picture_shards, write_shards, write_tar
-from tests.support.small_runs import two_classes
 from wdstrain.cli.main import main
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.training.train import train
@@ -128,9 +127,7 @@ def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"]
 )
-def test_an_address_is_never_executed(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_address_is_run(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for opened in (wt.Loader, wt.index, wt.info, wt.gopen):
         with pytest.raises(UsageError):
@@ -189,9 +186,7 @@ KEYS = ("../../outside/x", "/outside/x", "a/../../../x", "$HOME/x", "~/x", "-rf"
 KEYS += ("C:\\x", "$(touch ran)")
 
 
-def test_keys_and_names_never_escape_their_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_never_leave_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, out = tmp_path / "deep" / "set", tmp_path / "deep" / "out"
     out.mkdir(parents=True)
     monkeypatch.chdir(out)
@@ -346,29 +341,6 @@ def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, ca
             wt.convert_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (":", "Use module:function"),
-        (".mine:net", "Use module:function"),
-        ("mine:", "Use module:function"),
-        ("broken_syntax:net", "broken_syntax:net: SyntaxError"),
-        ("broken_import:net", "broken_import:net: ValueError: boom"),
-        ("not_there:net", "No module named 'not_there'"),
-    ],
-)
-def test_an_invalid_model_is_refused(
-    model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
-    (tmp_path / "broken_import.py").write_text("raise ValueError('boom')\n")
-    monkeypatch.chdir(tmp_path)
-    two_classes(tmp_path / "set", 16)
-    assert main(["train", "set", "--out", "run", "--model", model]) == 2
-    assert re.search(words, capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()
-
-
 def without_root_privileges() -> list[str]:
     """Return a command prefix that drops root's right to read any file."""
     if os.geteuid() != 0:
@@ -445,9 +417,7 @@ def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_files_below_an_unreadable_folder_are_errors_and_nothing_is_written(
-    tmp_path: Path, mode: int
-) -> None:
+def test_files_below_an_unreadable_folder_are_early_errors(tmp_path: Path, mode: int) -> None:
     locked, out = tmp_path / "locked", tmp_path / "out"
     (locked / "x").mkdir(parents=True)
     for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):

@@ -54,7 +54,7 @@ def loader_of(urls: Any, **options: Any) -> wt.Loader:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("order", [1, -1])
-def test_joined_sets_deliver_one_numbering(
+def test_joined_sets_have_one_numbering(
     sets: tuple[Path, Path], order: int, num_workers: int
 ) -> None:
     loader = loader_of(sets[::order], batch_size=4, tail="keep", num_workers=num_workers)
@@ -152,9 +152,7 @@ def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_sets_with_and_without_class_names_are_not_joined(
-    sets: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_sets_with_and_without_names_stay_apart(sets: tuple[Path, Path], tmp_path: Path) -> None:
     numbered = tmp_path / "numbered"
     wt.pack(({"__key__": f"n{i}", "txt": "x", "cls": i % 3} for i in range(6)), numbered)
     unnamed = foreign(tmp_path / "foreign", {"cls": b"1", "txt": b"x"})

@@ -110,9 +110,7 @@ def test_training_uses_the_declared_label(shards: Path, tmp_path: Path, capsys: 
     assert json.loads(capsys.readouterr().out)["samples"] == 30
 
 
-def test_training_names_the_label_of_undeclared_shards(
-    shards: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_training_names_labels_of_bare_shards(shards: Path, tmp_path: Path, capsys: Any) -> None:
     """The label is named on the command line; no file is written beside the shards."""
     val = write(tmp_path / "val", [{"png": picture(n), "txt": b"Pants"} for n in range(10)])
     words = ["train", shards, "--val", val, "--out", tmp_path / "run", *TRAIN, "--label", "txt"]
@@ -189,7 +187,7 @@ def test_kinds_of_labels_follow_their_values(shards: Path) -> None:
         (["--label", "nothing"], "there is no field 'nothing'"),
     ],
 )
-def test_impossible_declarations_are_refused(
+def test_wrong_declarations_are_refused(
     shards: Path, words: list[str], message: str, capsys: Any
 ) -> None:
     assert message in failure(capsys, "index", shards, *words)

@@ -67,23 +67,15 @@ def entries(folder: Path, rows: Sequence[dict[str, Any]]) -> wt.Index:
 
 
 Row = dict[str, Any]
-# What tests/oracle/test_selecting.py does not draw.
+# What tests/oracle does not draw.
 CONDITIONS: list[tuple[str, Callable[[int, Row], Any]]] = [
-    ("kids and kind != 'Other'", lambda n, r: r["kids"] and r["kind"] != "Other"),
     ("kind not in (0, 'Pants')", lambda n, r: r["kind"] == "Shirts"),
-    ("kind.lower() == 'pants'", lambda n, r: r["kind"] == "Pants"),
-    ("2010 <= year < 2020", lambda n, r: 2010 <= r["year"] < 2020),
     ("-year % 7 == 3", lambda n, r: -r["year"] % 7 == 3),
-    ("'003' in code", lambda n, r: "003" in r["code"]),
     ("json.size == label.size == 3", lambda n, r: r["size"] == 3),
     ("`class` == 3 and json['class'] > 2 and `json.class` > 1", lambda n, r: n % 4 == 3),
     ("json['two words'] == 1", lambda n, r: r["two words"] == 1),
     ("'`' not in code and `two words`", lambda n, r: r["two words"]),
-    ("size.bin > 30", lambda n, r: n > 30),
-    ("not has.txt", lambda n, r: not n % 5),
     ("key == 'k007' or key > 'k055'", lambda n, r: n == 7 or n > 55),
-    ("shard.endswith('00002.tar')", lambda n, r: n // 10 == 2),
-    ("cls == 1", lambda n, r: n % 2),
     ("size > 0 and split == 'train'", lambda n, r: True),
     ("1 < 2 and True", lambda n, r: True),
 ]
@@ -133,9 +125,7 @@ def test_a_condition_selects_as_the_python_expression(
         ("`` == 3", ""),
     ],
 )
-def test_an_invalid_condition_is_a_clear_error(
-    index: wt.Index, condition: str, message: str
-) -> None:
+def test_an_invalid_condition_is_an_error(index: wt.Index, condition: str, message: str) -> None:
     with pytest.raises(wt.UsageError) as caught:
         index.where(condition)
     assert message in str(caught.value)
@@ -178,28 +168,6 @@ def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
     assert keys(index.sample(1.0)) == keys(index)
     first, second = (index.split({"train": 0.8, "val": 0.2}, seed=seed) for seed in (1, 2))
     assert keys(first["train"]) != keys(second["train"])
-
-
-@pytest.mark.parametrize("stratify", [None, "kind", "json.two words", "cls"])
-@pytest.mark.parametrize("by", [None, "sender_id"])
-def test_splits_and_folds_keep_groups_and_shares(
-    index: wt.Index, by: str | None, stratify: str | None
-) -> None:
-    options: dict[str, Any] = {"by": by, "stratify": stratify}
-    parts = [*index.split({"a": 0.5, "b": 0.3, "c": 0.2}, **options).values()]
-    assert [len(part) for part in parts] == [30, 18, 12]
-    folds = list(index.folds(5, seed=4, **options))
-    for train, val in folds:
-        assert len(val) == 12
-        assert sorted(keys(train) + keys(val)) == keys(index)
-    for divided in (parts, [val for _, val in folds]):
-        assert sorted(key for part in divided for key in keys(part)) == keys(index)
-        groups = [set(part.table["sender_id"].to_pylist()) for part in divided]
-        assert by is None or sum(map(len, groups)) == 10
-    if stratify is not None:
-        val = index.split({"train": 0.9, "val": 0.1}, stratify=stratify)["val"]
-        column = {"json.two words": "two words", "cls": "label"}.get(stratify, stratify)
-        assert len(set(Counter(val.table[column].to_pylist()).values())) == 1
 
 
 @pytest.mark.parametrize("folds", [3, 5])
@@ -257,9 +225,7 @@ def test_a_sample_is_read_by_key_and_by_number(packed: Path, index: wt.Index) ->
         list(index)
 
 
-def test_a_key_of_several_samples_is_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_of_two_samples_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(2):
         write_tar(tmp_path / f"s-{number}.tar", [("same", {"txt": b"%d" % number})])
     index = wt.open(tmp_path)
@@ -298,9 +264,7 @@ def test_long_integers_are_compared_with_any_number(condition: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("condition", ["x % 3 == 1", "not x % 3 < 1", "-x % 3 >= 2"])
-def test_a_remainder_of_infinity_is_not_a_number_without_a_warning(
-    condition: str, tmp_path: Path
-) -> None:
+def test_a_remainder_of_infinity_is_quietly_not_a_number(condition: str, tmp_path: Path) -> None:
     """JSON stores infinities as texts, and the column holds them as numbers."""
     numbers: list[Any] = [7.0, math.inf, 6.5, -math.inf, 4.0]
     index = entries(tmp_path, [{"x": x if math.isfinite(x) else str(x)} for x in numbers])
@@ -360,9 +324,7 @@ def test_a_column_is_found_by_its_own_name(names: list[str], form: str, tmp_path
 
 
 @pytest.mark.parametrize("form", ["{} == 1", "json.{} == 1"])
-def test_a_name_that_the_grammar_does_not_allow_is_found_or_hinted_at(
-    form: str, tmp_path: Path
-) -> None:
+def test_a_name_that_the_grammar_forbids_is_found_or_hinted_at(form: str, tmp_path: Path) -> None:
     index = entries(tmp_path, [{SQUARE: n} for n in range(4)])
     found = result_or_refusal(lambda: keys(index.where(form.format(SQUARE))))
     assert found == ["k001"] or "backtick" in found or f"`{SQUARE}`" in found

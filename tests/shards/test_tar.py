@@ -126,28 +126,6 @@ def test_skipped_links_and_files_without_a_key_are_counted(tmp_path: Path) -> No
     assert skipped == {"no key in the name": 1, "a link or device": 1}
 
 
-def test_a_shard_truncated_at_any_block_is_an_error(odd: Path, tmp_path: Path) -> None:
-    data = odd.read_bytes()
-    for length in range(0, len(data) - 512, 256):
-        cut = tmp_path / "cut.tar"
-        cut.write_bytes(data[:length])
-        with pytest.raises(ShardError, match="cut.tar"):
-            read(cut)
-
-
-def test_a_flipped_bit_in_a_header_raises_with_its_offset(odd: Path, tmp_path: Path) -> None:
-    data = bytearray(odd.read_bytes())
-    second = 512 + len(ODD[0][1]["jpg"]) + -len(ODD[0][1]["jpg"]) % 512
-    for at in range(0, 512, 7):
-        if data[second + at] or at < 345:
-            damaged = data.copy()
-            damaged[second + at] ^= 4
-            path = tmp_path / "damaged.tar"
-            path.write_bytes(damaged)
-            with pytest.raises(ShardError, match=str(second)):
-                read(path)
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -243,9 +221,7 @@ def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: s
         "-b 63 -cf t.tar a.bin; -b 100 -rf t.tar b.bin c.bin",
     ],
 )
-def test_zeros_of_other_records_are_refused_and_repair_saves_all(
-    tmp_path: Path, commands: str
-) -> None:
+def test_zeros_of_other_records_are_refused_and_repaired(tmp_path: Path, commands: str) -> None:
     """Nearly every size is a whole number of some records: a tar that lost its end to zeros would
     be taken for a whole one. Only records of 20 blocks and of powers of two are known.
     """
@@ -292,9 +268,7 @@ _WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
         ),
     ],
 )
-def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
-    data: bytes, tmp_path: Path
-) -> None:
+def test_a_shard_of_whole_samples_is_read_or_can_be_repaired(data: bytes, tmp_path: Path) -> None:
     """To copy such a file again gives the same file; `wdstrain repair` saves every sample."""
     path = tmp_path / "shard.tar"
     path.write_bytes(data)
@@ -305,7 +279,7 @@ def test_a_shard_of_whole_samples_is_read_or_its_error_names_repair(
 
 @pytest.mark.parametrize("kind", [LNKTYPE, SYMTYPE], ids=["hard", "symbolic"])
 @pytest.mark.parametrize("has_label", [True, False])
-def test_a_file_stored_as_a_link_is_read_or_named(
+def test_a_file_stored_as_link_is_read_or_named(
     has_label: bool, kind: bytes, tmp_path: Path
 ) -> None:
     """Tar stores the second name of a hard-linked file as a link: its sample must keep the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +97,25 @@ def numbers(out: Path, values: Sequence[float], name: str = "y") -> Path:
     return out
 
 
+# A label y of each kind, and its value for each sample
+BIRDS, WEATHER = ("heron", "finch", "eagle"), ("wet", "cold", "dark")
+KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
+    "binary": (wt.Label("y", "class", "json", "y", ("no", "yes")), lambda i: ("no", "yes")[i % 2]),
+    "class": (wt.Label("y", "class", "json", "y", BIRDS), lambda i: BIRDS[i % 3]),
+    "multi": (wt.Label("y", "multi", "json", "y", WEATHER), lambda i: list(WEATHER[i % 3 :])),
+    "number": (wt.Label("y", "number", "json", "y"), lambda i: i % 5),
+}
+
+
+def of_kind(out: Path, kind: str) -> Path:
+    """Write a set of 16 small images with a label y of a kind, if it is not there yet."""
+    if not out.exists():
+        label, value = KINDS[kind]
+        samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
+        wt.pack(samples, out, labels=[label])
+    return out
+
+
 def last(run: Path) -> Path:
     """Return the path of the last checkpoint of a run."""
     return run / "checkpoints" / "last.pt"
@@ -105,6 +125,11 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the last checkpoint of a run."""
     weights: dict[str, torch.Tensor] = torch.load(last(run), weights_only=True)["model"]
     return weights
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    return list(csv.DictReader(table.read_text(encoding="utf-8").splitlines()))
 
 
 def unless_refused(call: Callable[[], T], *words: str) -> T | None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import webdataset as wds
 from PIL import Image
 
 import wdstrain as wt
-from tests.support.small_runs import Linear, Lines
+from tests.conftest import encoded
+from tests.support.small_runs import Linear, Lines, last, rows_of
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 8}
 KINDS = ("cat", "dog", "elk")
@@ -23,11 +22,7 @@ KINDS = ("cat", "dog", "elk")
 
 def image(number: int) -> bytes:
     """A red, green or blue image."""
-    pixels = np.zeros((8, 8, 3), np.uint8)
-    pixels[..., number % 3] = 255
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
+    return encoded(Image.new("RGB", (8, 8), ("red", "lime", "blue")[number % 3]), "PNG")
 
 
 @pytest.fixture(scope="module")
@@ -39,58 +34,40 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"__key__": f"{i:03d}", "png": image(i), "cls": kind, "json": {"group": i % 2}}
         for i, kind in enumerate(kinds)
     )
-    wt.pack(
-        samples,
-        folder,
-        split={"train": 0.6, "extra": 0.2, "val": 0.2},
-        stratify="label",
-        classes=KINDS,
-    )
+    split = {"train": 0.6, "extra": 0.2, "val": 0.2}
+    wt.pack(samples, folder, split=split, stratify="label", classes=KINDS)
     return folder
 
 
-def keys(index: Any) -> set[str]:
-    return {index.key(i) for i in range(len(index))}
-
-
-class Seen(wt.Callback):
-    """Records the number of samples of each epoch, and of its validation."""
-
-    def __init__(self) -> None:
-        self.trained: list[int] = []
-        self.validated: list[float] = []
-
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        self.trained.append(metrics["samples"] + metrics["left_out"])
-        self.validated.append(metrics.get("val", {}).get("samples", 0))
+def sizes(run: wt.TrainResult) -> tuple[int, int]:
+    """Return the samples of the first epoch of a run, and of its validation."""
+    line = run.epochs[0]
+    return line["samples"] + line["left_out"], int(run.val["samples"])
 
 
 # --- folds ---
 
 
+@pytest.mark.parametrize("where", ["key != ''", "group == 1"])
 def test_each_fold_validates_on_its_part_and_trains_on_the_others(
-    shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path, where: str
 ) -> None:
-    index = wt.open(f"{shards}/train-*.tar")
+    """Of all samples, or of the selected ones. Classes are divided evenly."""
+    urls = f"{shards}/train-*.tar"
+    index = wt.open(urls).where(where)
     label = index.labels[0].name
-    for part in (1, 2, 3, 4):  # the folds have 13 or 14 samples
-        seen, out = Seen(), tmp_path / str(part)
-        wt.train(
-            f"{shards}/train-*.tar", out, fold=f"{part}/4", model=Linear, callbacks=[seen], **QUICK
-        )
-        train, val = list(index.folds(4, stratify=label))[part - 1]
-        assert (seen.trained, seen.validated) == ([len(train)], [len(val)])
+    whole = Counter(index.table.column(label).to_pylist())
+    for part, (train, val) in enumerate(index.folds(4, stratify=label), 1):
+        out, table = tmp_path / str(part), tmp_path / f"{part}.csv"
+        done = wt.train(urls, out, fold=f"{part}/4", where=where, model=Linear, **QUICK)
+        assert sizes(done) == (len(train), len(val))
         counts = Counter(val.table.column(label).to_pylist())
-        whole = Counter(index.table.column(label).to_pylist())
         assert all(abs(counts[kind] - whole[kind] / 4) < 1 for kind in KINDS)
-        table = tmp_path / f"{part}.csv"
-        wt.predict(out / "checkpoints" / "last.pt", val, table, model=Linear)
-        assert {line.split(",")[0] for line in table.read_text().splitlines()[1:]} == keys(val)
+        wt.predict(last(out), val, table, model=Linear)
+        assert [row["key"] for row in rows_of(table)] == val.keys(range(len(val)))
 
 
-def test_a_fold_excludes_other_validation_data_and_other_splits(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_fold_excludes_validation_data_and_other_splits(shards: Path, tmp_path: Path) -> None:
     train, val = f"{shards}/train-*.tar", f"{shards}/val-*.tar"
     with pytest.raises(wt.UsageError, match="Give either fold or val"):
         wt.train(train, tmp_path / "run", val=val, fold="1/3", **QUICK)
@@ -103,24 +80,16 @@ def test_a_fold_excludes_other_validation_data_and_other_splits(
 
 
 def test_train_and_val_may_be_named_splits(shards: Path, tmp_path: Path) -> None:
-    sizes = {split: len(wt.open(f"{shards}/{split}-*.tar")) for split in ("train", "extra", "val")}
-    both = sizes["train"] + sizes["extra"]
+    counts = [len(wt.open(f"{shards}/{split}-*.tar")) for split in ("train", "extra", "val")]
     named: list[Any] = [
         [f"{shards}/train-*.tar", f"{shards}/extra-*.tar"],
         [f"{shards}/extra-000000.tar", f"{shards}/train-000000.tar"],
         f"{shards}/{{train,extra}}-*.tar",
     ]
     for number, urls in enumerate(named):
-        seen = Seen()
-        wt.train(
-            urls,
-            tmp_path / str(number),
-            val=[f"{shards}/val-*.tar"],
-            model=Linear,
-            callbacks=[seen],
-            **QUICK,
-        )
-        assert (seen.trained, seen.validated) == ([both], [sizes["val"]])
+        val, out = [f"{shards}/val-*.tar"], tmp_path / str(number)
+        done = wt.train(urls, out, val=val, model=Linear, **QUICK)
+        assert sizes(done) == (counts[0] + counts[1], counts[2])
     with pytest.raises(wt.UsageError, match="holds several splits: extra, train, val"):
         wt.train(f"{shards}/*.tar", tmp_path / "run", val=f"{shards}/val-*.tar", **QUICK)
 
@@ -145,26 +114,11 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
         with wds.TarWriter(str(tmp_path / f"{split}-000000.tar")) as writer:
             for i in range(24):
                 kind = KINDS[i % 3]
-                writer.write(
-                    {
-                        "__key__": f"{start + i:04d}",
-                        "png": image(i),
-                        "cls": i % 3,
-                        "json": {"kind": kind, "size": i},
-                        "txt": kind,
-                    }
-                )
-    done = wt.train(
-        f"{tmp_path}/train-*.tar",
-        tmp_path / "run",
-        val=f"{tmp_path}/val-*.tar",
-        label=label,
-        classes=classes,
-        model=Linear,
-        lr=0.02,
-        schedule="constant",
-        **{**QUICK, "epochs": 3},
-    )
+                fields = {"png": image(i), "cls": i % 3, "json": {"kind": kind, "size": i}}
+                writer.write({"__key__": f"{start + i:04d}", **fields, "txt": kind})
+    options = {**QUICK, "epochs": 3, "lr": 0.02, "schedule": "constant", "model": Linear}
+    options |= {"val": f"{tmp_path}/val-*.tar", "label": label, "classes": classes}
+    done = wt.train(f"{tmp_path}/train-*.tar", tmp_path / "run", **options)
     assert done.task.heads[0].classes == expected
     assert done.val["accuracy"] == 1.0
 
@@ -175,11 +129,7 @@ def test_numeric_classes_are_learned_as_class_numbers(tmp_path: Path) -> None:
         wt.Label("kind", "class", "json", "kind", ("cat", "dog")),
     ]
     samples = (
-        {
-            "__key__": f"{i:02d}",
-            "png": image(i),
-            "json": {"age": 20 + 10 * (i % 2), "kind": KINDS[i % 2]},
-        }
+        {"png": image(i), "json": {"age": 20 + 10 * (i % 2), "kind": KINDS[i % 2]}}
         for i in range(16)
     )
     wt.pack(samples, tmp_path / "shards", labels=labels)
@@ -221,9 +171,7 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
         (["train", ".", "--out", "run", "--fold", "9/3"], "--fold: 9/3 must be K/N"),
     ],
 )
-def test_usage_errors_come_before_torch_is_imported(
-    tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_usage_errors_import_no_torch(tmp_path: Path, words: list[str], message: str) -> None:
     code = (
         "import sys\n"
         "from wdstrain.cli import main\n"

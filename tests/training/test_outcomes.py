@@ -24,12 +24,13 @@ from wdstrain.augment.gpu import IMAGENET
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts, pages
-from wdstrain.training.checkpoint import load_checkpoint, read_checkpoint
+from wdstrain.training.checkpoint import load_checkpoint
 from wdstrain.training.config import STAGES
 from wdstrain.training.run_dir import verdict
 from wdstrain.training.train import train
 
 OPTIONS: dict[str, Any] = {"epochs": 8, "batch_size": 16, "image_size": 16, "lr": 0.01}
+ONCE: dict[str, Any] = {**OPTIONS, "epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +72,10 @@ def test_several_labels_are_learned_together_with_a_head_each(run: Path, bright:
     least = {"kind/accuracy": 0.8, "kind/auroc": 0.9, "shade/accuracy": 0.6, "tags/accuracy": 0.7}
     assert not {name: last[name] for name, value in least.items() if last[name] <= value}
     assert last["light/mse"] < 0.5 * last["light/mse_of_mean"]
-    others = "light/r2 light/mae tags/f1 tags/exact kind/precision shade/balanced_accuracy"
-    assert set(others.split()) <= set(last)
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    heads = read_checkpoint(str(run / "checkpoints" / "best.pt"))["task"]
-    assert [head["kind"] for head in heads] == ["binary", "class", "multi", "number"]
-    numbers = wt.open(f"{bright}/out/train-*.tar").table["light"].to_numpy()
-    assert heads[3]["mean"] == pytest.approx(numbers.mean())
+    assert type(last["samples"]) is type(last["bad"]) is int
 
 
-def test_predictions_of_a_folder_have_a_row_for_every_image(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_predictions_have_a_row_for_every_image(run: Path, tmp_path: Path, capsys: Any) -> None:
     new, table = tmp_path / "new", tmp_path / "p.csv"
     (new / "sub").mkdir(parents=True)
     Image.new("RGB", (40, 30), (250, 250, 250)).save(new / "white, large.png")
@@ -104,9 +97,7 @@ def test_predictions_of_a_folder_have_a_row_for_every_image(
     assert (row["key"], row["kind"]) == ("black.jpg", "no")
 
 
-def test_files_that_are_not_images_are_skipped_and_counted(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_files_that_are_no_images_are_counted(run: Path, tmp_path: Path, capsys: Any) -> None:
     folder, table = tmp_path / "new", tmp_path / "p.csv"
     folder.mkdir()
     for name in ("notes.txt", "more.txt", "phone.HEIC"):
@@ -124,9 +115,7 @@ def test_files_that_are_not_images_are_skipped_and_counted(
     assert [row["key"] for row in csv.DictReader(table.read_text().splitlines())] == ["black.png"]
 
 
-def test_an_exported_onnx_program_predicts_as_the_checkpoint(
-    run: Path, bright: Path, tmp_path: Path
-) -> None:
+def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, bright: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="not installed: pip install onnx onnxscript")
     from onnx.reference import ReferenceEvaluator
 
@@ -246,7 +235,7 @@ class Slow:
 
 @pytest.mark.parametrize("slow", ["field", "disk"])
 def test_a_slow_stage_is_named(bright: Path, tmp_path: Path, slow: str) -> None:
-    options: dict[str, Any] = {**OPTIONS, "epochs": 1, "label": "kind", "model": linear}
+    options: dict[str, Any] = {**ONCE, "label": "kind", "model": linear}
     with serving(bright / "out", delay=0.3) as server:
         urls, stage = server.url, r"read \d+%, storage gives \d+ MB/s;"
         if slow == "field":
@@ -288,49 +277,69 @@ def test_the_verdict_estimates_the_gain_of_more_workers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("options", "words"),
     [
-        ("nothing.at:all", "No module named 'nothing'"),
-        ("tests.training.test_outcomes:nobody", "has no attribute 'nobody'"),
-        (lambda outputs: 3, "returned int: must be a torch.nn.Module"),
-        (lambda: None, "called with the number of outputs, and that failed"),
-        (linear(7), r"returns \[2, 7\] for two samples: must be \[2, 1\]"),
+        ({"model": "nothing.at:all"}, "No module named 'nothing'"),
+        ({"model": "tests.training.test_outcomes:nobody"}, "has no attribute 'nobody'"),
+        ({"model": lambda outputs: 3}, "returned int: must be a torch.nn.Module"),
+        ({"model": lambda: None}, "called with the number of outputs, and that failed"),
+        ({"model": linear(7)}, r"returns \[2, 7\] for two samples: must be \[2, 1\]"),
+        ({"model": ":"}, "Use module:function"),
+        ({"model": ".mine:net"}, "Use module:function"),
+        ({"model": "mine:"}, "Use module:function"),
+        ({"model": "broken_syntax:net"}, "broken_syntax:net: SyntaxError"),
+        ({"model": "broken_import:net"}, "broken_import:net: ValueError: boom"),
+        ({"model": "alexnet"}, r"not take a batch of uint8\[3, 16, 16\].*image_size=224"),
+        ({"model": "resnet19"}, "model='resnet19'.*resnet101"),
+        ({"device": "gpu"}, "device='gpu'"),
+        ({"label": None}, "several labels: kind, shade, tags, light"),
+        ({"label": "age"}, "no label 'age'"),
+        ({"label": "kind,shade", "mixup": 0.2}, "they mix the classes of one label"),
+        ({"label": "tags", "mixup": 0.2}, "they mix the classes of one label"),
+        ({"mixup": 0.2}, "they mix the classes of one label"),
     ],
 )
-def test_an_invalid_model_is_refused_before_any_write(
-    bright: Path, tmp_path: Path, model: Any, words: str
+def test_unusable_options_are_refused_before_any_write(
+    bright: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    words: str,
 ) -> None:
+    (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
+    (tmp_path / "broken_import.py").write_text("raise ValueError('boom')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(wt.UsageError, match=words):
-        wt.train(bright / "out", tmp_path / "run", model=model, label="light", image_size=16)
+        wt.train(bright / "out", "run", **{"label": "light", "image_size": 16, **options})
     assert not (tmp_path / "run").exists()
 
 
 def test_options_are_saved_with_the_run(bright: Path, tmp_path: Path) -> None:
-    """Those that the oracle does not draw, and mixing, which needs one class for each sample."""
+    """Those that the oracle does not draw. A folder with a run is not written to again."""
     options = {"label": "light", "augment": "rrc+flip+randaugment", "channels_last": True}
-    done = train(bright / "out", tmp_path / "run", **{**OPTIONS, "epochs": 1, **options})
+    done = train(bright / "out", tmp_path / "run", **{**ONCE, **options})
     assert np.isfinite(done.val["loss"])
     saved = (tmp_path / "run" / "config.toml").read_text()
     assert all(f"{name} = {json.dumps(value)}" in saved for name, value in options.items())
-    for label in ("light", "kind,shade", "tags"):
-        with pytest.raises(wt.UsageError, match="they mix the classes of one label"):
-            train(bright / "out", tmp_path / "other", **{**OPTIONS, "label": label, "mixup": 0.2})
-
-
-@pytest.mark.slow  # 16 bits are emulated on a CPU
-def test_a_recipe_with_16_bits_runs(bright: Path, tmp_path: Path) -> None:
-    options = {**OPTIONS, "epochs": 1, "label": "kind", "amp": "fp16", "clip_norm": 1.0}
-    assert np.isfinite(train(bright / "out", tmp_path / "run", **options).val["loss"])
+    with pytest.raises(wt.UsageError, match="holds a run already"):
+        train(bright / "out", tmp_path / "run", label="light")
+    with pytest.raises(wt.UsageError, match="several splits"):
+        wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", [bright / "out"])
 
 
 def test_flags_override_options_of_a_file(bright: Path, tmp_path: Path, capsys: Any) -> None:
     recipe, other = tmp_path / "recipe.toml", str(tmp_path / "other")
-    options = 'label = "kind"\nepochs = 7\nbatch_size = 16\nimage_size = 8\n'
+    options = 'label = "kind"\nepochs = 7\nbatch_size = 16\nimage_size = 8\nscale = [0.35, 1]\n'
     recipe.write_text(f'{options}[data]\ntrain = "{bright}/out"\n')
     words = ["train", "--config", str(recipe), "--out", str(tmp_path / "run"), "--epochs", "1"]
-    assert main([*words, "--json"]) == 0
+    words += ["--augment", "rrc", "--color-jitter", "0.4", "--json"]
+    assert main(words) == 0
     assert len(json.loads(capsys.readouterr().out)["epochs"]) == 1
+    saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
+    assert {"scale = [0.35, 1.0]", "color_jitter = [0.4]"} <= set(saved)
     for flags, message in (
+        (["--scale", "a,b"], "--scale"),
         (["--label", "kind"], "no shards to train on"),
         (["--resume"], "other holds no run to continue"),
     ):

@@ -19,6 +19,7 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.support.small_runs import (
+    KINDS,
     PLAIN,
     SMALL,
     Bias,
@@ -26,6 +27,8 @@ from tests.support.small_runs import (
     Linear,
     last,
     numbers,
+    of_kind,
+    rows_of,
     small_image,
     two_classes,
 )
@@ -35,14 +38,6 @@ MODEL = ["--model", "tests.support.small_runs:Linear", "--device", "cpu"]
 
 # --- names and types ------------------------------------------------------------------------------
 
-BIRDS, WEATHER = ("heron", "finch", "eagle"), ("wet", "cold", "dark")
-KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
-    "binary": (wt.Label("y", "class", "json", "y", ("no", "yes")), lambda i: ("no", "yes")[i % 2]),
-    "class": (wt.Label("y", "class", "json", "y", BIRDS), lambda i: BIRDS[i % 3]),
-    "multi": (wt.Label("y", "multi", "json", "y", WEATHER), lambda i: list(WEATHER[i % 3 :])),
-    "number": (wt.Label("y", "number", "json", "y"), lambda i: i % 5),
-}
-
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
@@ -50,11 +45,8 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     folder = tmp_path_factory.mktemp("kinds")
 
     def find(kind: str) -> tuple[Path, Path]:
-        shards, out = folder / kind, folder / f"{kind} run"
-        if not shards.exists():
-            label, value = KINDS[kind]
-            samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
-            wt.pack(samples, shards, labels=[label])
+        shards, out = of_kind(folder / kind, kind), folder / f"{kind} run"
+        if not out.exists():
             wt.train(shards, out, val=shards, model=Linear, **SMALL)
         return shards, out
 
@@ -77,18 +69,24 @@ def test_columns_of_predictions_are_plain_names(
     assert [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)] == []
 
 
-def test_counts_of_samples_are_whole_numbers_in_json(
-    labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: Any
+def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
+    labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     shards, run = labeled("class")
-    words = ["train", str(shards), "--val", str(shards), "--out", str(tmp_path / "run")]
-    words += ["--epochs", "1", "--image-size", "8", "--batch-size", "8", "--json"]
-    assert main([*words, *MODEL]) == 0
-    metrics = [
-        json.loads(capsys.readouterr().out)["epochs"][0]["val"],
-        json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["val"],
-    ]
-    assert {type(own[name]) for own in metrics for name in ("samples", "bad")} == {int}
+    given: dict[str, Any] = {"model": Linear, "probabilities": True, "embeddings": True}
+    for name in ("p.csv", "p.parquet"):
+        assert wt.predict(last(run), shards, tmp_path / name, **given).rows == 16
+    lines, table = rows_of(tmp_path / "p.csv"), pq.read_table(tmp_path / "p.parquet")
+    kinds = {field.name: str(field.type) for field in table.schema}
+    assert kinds["y"] == kinds["error"] == "string"
+    assert kinds["y_probability"] == kinds["y_heron"] == "double"
+    assert table["error"].null_count == 16
+    for line, row in zip(lines, table.to_pylist(), strict=True):
+        assert (line["key"], line["y"]) == (row["key"], row["y"])
+        assert json.loads(line["embedding"]) == pytest.approx(row["embedding"], rel=1e-6)
+        assert len(row["embedding"]) == 192
+    with pytest.raises(wt.UsageError, match=r"must end in \.csv or \.parquet"):
+        wt.predict(last(run), shards, tmp_path / "p.txt", model=Linear)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,7 +228,7 @@ class Corner:
 
 
 @pytest.mark.parametrize("source", ["shards", "files"])
-def test_the_array_of_an_own_field_starts_with_zeros(
+def test_the_array_of_an_own_field_starts_as_zeros(
     shards: Path, tmp_path: Path, source: str
 ) -> None:
     wt.train(shards, tmp_path / "run", model=Linear, fields={"image": Corner()}, **PLAIN)
@@ -303,9 +301,7 @@ def test_numbers_of_a_confusion_matrix_do_not_break_over_lines(report: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1200, 1920])
-def test_a_confusion_matrix_of_twelve_classes_is_not_cut(
-    report: str, tmp_path: Path, width: int
-) -> None:
+def test_a_matrix_of_twelve_classes_is_not_cut(report: str, tmp_path: Path, width: int) -> None:
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:

@@ -185,18 +185,7 @@ def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signa
     assert raised.value.status == 128 + number
 
 
-def test_a_run_resumes_with_other_workers_to_the_same_bits(
-    pets: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    stopped_at(pets, tmp_path / "run", "training", 13, signal.SIGINT)
-    other = {"num_workers": 2, "checkpoint_every": 0, "keep": 1}
-    train(str(pets), tmp_path / "run", resume=True, **{**OPTIONS, **other})
-    same(tmp_path / "run", undisturbed)
-
-
-def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
-    pets: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_trained_again_only_for_more_epochs(pets: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "run", {**OPTIONS, "epochs": 1}
     train(str(pets), out, **options)
     before = last(out).read_bytes()
@@ -250,9 +239,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     same(out, undisturbed)
 
 
-def test_a_failed_checkpoint_is_a_warning_and_a_failed_last_one_an_error(
-    pets: Path, tmp_path: Path
-) -> None:
+def test_a_failed_checkpoint_is_a_warning_and_the_last_an_error(pets: Path, tmp_path: Path) -> None:
     def failing(fails: Iterator[bool]) -> Callable[[], None]:
         def replaced() -> None:
             if next(fails, False):
@@ -282,7 +269,7 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
     assert len(done.epochs) == 1
 
 
-def test_checkpoints_are_written_at_time_intervals(
+def test_checkpoints_are_written_at_intervals(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import wdstrain as wt
 from tests.support.outcomes import result_or_refusal
 from tests.support.small_runs import (
+    KINDS,
     SMALL,
     Bias,
     Constant,
@@ -31,6 +31,7 @@ from tests.support.small_runs import (
     Lines,
     last,
     numbers,
+    of_kind,
     saved,
     small_image,
     two_classes,
@@ -68,36 +69,33 @@ def rmse() -> dict[str, Any]:
     return {"metrics": {"rmse": torchmetrics.MeanSquaredError(squared=False)}, "monitor": "rmse"}
 
 
-def test_the_best_epoch_by_an_error_metric_has_the_least_error(
-    halves: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "direction"), [("rmse", "lowest"), ("y/rmse", "lowest"), ("r2", "highest")]
+)
+def test_the_best_epoch_by_an_own_metric_follows_its_direction(
+    tmp_path: Path, name: str, direction: str
 ) -> None:
-    lines = Lines()
-    run = fallen(halves, tmp_path / "run", progress=lines, **rmse())
-    seen = [line["val"]["rmse"] for line in run.epochs]
+    """Also for one of several labels."""
+    names = ["y", "x"] if "/" in name else ["y"]
+    labels = [wt.Label(own, "number", "json", own) for own in names]
+    samples = ({"png": small_image(i), "json": dict.fromkeys(names, i % 2)} for i in range(16))
+    wt.pack(samples, tmp_path / "set", labels=labels)
+    metric = torchmetrics.R2Score() if name == "r2" else rmse()["metrics"]["rmse"]
+    options = {"label": ",".join(names), "metrics": {name: metric}, "monitor": name}
+    run = fallen(tmp_path / "set", tmp_path / "run", progress=(lines := Lines()), **options)
+    seen = [line["val"][name] for line in run.epochs]
     assert run.best is not None
-    assert run.best["rmse"] == min(seen) == seen[-1] < seen[0] / 2
+    assert run.best[name] == {"lowest": min, "highest": max}[direction](seen) == seen[-1]
     assert "best.pt is of epoch 4" in lines.text
-    assert "lowest" in lines.text
+    assert direction in lines.text
 
 
 @pytest.mark.parametrize(
     "option", [{"patience": 1}, {"schedule": "plateau", "plateau_epochs": 1}], ids=str
 )
-def test_a_falling_error_metric_is_an_improvement(
-    halves: Path, tmp_path: Path, option: dict[str, Any]
-) -> None:
+def test_a_falling_error_improves(halves: Path, tmp_path: Path, option: dict[str, Any]) -> None:
     run = fallen(halves, tmp_path / "run", **rmse(), **option)
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4
-
-
-def test_the_direction_of_a_metric_holds_for_one_of_several_labels(tmp_path: Path) -> None:
-    labels = [wt.Label(name, "number", "json", name) for name in "xy"]
-    samples = ({"png": small_image(i), "json": {"x": i % 2, "y": i % 2}} for i in range(16))
-    wt.pack(samples, tmp_path / "set", labels=labels)
-    options = {"label": "x,y", "metrics": {"y/rmse": rmse()["metrics"]["rmse"]}}
-    run = fallen(tmp_path / "set", tmp_path / "run", monitor="y/rmse", **options)
-    assert run.best is not None
-    assert run.best["y/rmse"] == min(line["val"]["y/rmse"] for line in run.epochs)
 
 
 class Undirected(torchmetrics.MeanSquaredError):
@@ -106,71 +104,22 @@ class Undirected(torchmetrics.MeanSquaredError):
     higher_is_better = None
 
 
-def test_a_metric_without_a_direction_is_refused_as_the_monitor(
-    halves: Path, tmp_path: Path
-) -> None:
+def test_a_metric_without_a_direction_is_not_monitored(halves: Path, tmp_path: Path) -> None:
     with pytest.raises(wt.UsageError, match="odd.*(min|max)"):
         fallen(halves, tmp_path / "run", metrics={"odd": Undirected()}, monitor="odd")
-
-
-def test_a_metric_of_which_more_is_better_keeps_its_direction(halves: Path, tmp_path: Path) -> None:
-    metrics = {"r2": torchmetrics.R2Score()}
-    run = fallen(halves, tmp_path / "run", metrics=metrics, monitor="r2")
-    assert run.best is not None
-    assert run.best["r2"] == max(line["val"]["r2"] for line in run.epochs)
-
-
-class Threshold(torch.nn.Module):
-    """A model that predicts the second class for images darker than a limit."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return (self.bias - image.mean((1, 2, 3)))[:, None]
-
-
-@pytest.fixture(scope="module")
-def grays(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 gray images, from black to white; 38 are of the class b."""
-    out = tmp_path_factory.mktemp("grays") / "set"
-    samples = []
-    for i in range(40):
-        buffer = io.BytesIO()
-        Image.fromarray(np.full((8, 8, 3), 6 * i, np.uint8)).save(buffer, "PNG")
-        samples.append({"__key__": f"k{i:02d}", "png": buffer.getvalue(), "cls": int(i < 38)})
-    wt.pack(samples, out, classes=["a", "b"])
-    return out
-
-
-@pytest.mark.parametrize("min_delta", [0.0, 0.2])
-def test_the_best_checkpoint_has_the_best_metric_of_all_epochs(
-    grays: Path, tmp_path: Path, min_delta: float
-) -> None:
-    """The least improvement that counts for patience does not choose the checkpoint."""
-    lines = Lines()
-    options = {**SMALL, "model": Threshold, "lr": 1e-12, "epochs": 3, "progress": lines}
-    options |= {"min_delta": min_delta, "patience": 3, "callbacks": [Bias((0.5, 0.8, 1.0))]}
-    run = wt.train(grays, tmp_path / "run", val=grays, **options)
-    seen = [line["val"]["accuracy"] for line in run.epochs]
-    assert seen[0] < seen[1] < seen[2] < seen[0] + 0.2
-    assert run.best is not None
-    assert run.best["accuracy"] == seen[2]
-    best = wt.evaluate(last(tmp_path / "run").with_name("best.pt"), grays, model=Threshold)[1]
-    assert best["accuracy"] == seen[2]
-    assert "best.pt is of epoch 3" in lines.text
-    assert "best.pt is of epoch 3" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("min_delta", "epochs"), [(0.0, 4), (100.0, 3)])
 def test_improvements_below_min_delta_count_for_the_best_epoch_and_not_for_patience(
     halves: Path, tmp_path: Path, min_delta: float, epochs: int
 ) -> None:
-    run = fallen(halves, tmp_path / "run", min_delta=min_delta, patience=2)
+    lines, out = Lines(), tmp_path / "run"
+    run = fallen(halves, out, min_delta=min_delta, patience=2, progress=lines)
     assert len(run.epochs) == epochs
     assert run.best is not None
     assert run.best["mse"] == min(line["val"]["mse"] for line in run.epochs)
+    for text in (lines.text, (out / "report.html").read_text()):
+        assert f"best.pt is of epoch {epochs}" in text
 
 
 # --- the learning rate ----------------------------------------------------------------------------
@@ -235,40 +184,16 @@ class Broken(torch.nn.Module):
         return torch.where(is_first, self.value, outputs)
 
 
-KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
-    "binary": (wt.Label("y", "class", "json", "y", ("a", "b")), lambda i: "ab"[i % 2]),
-    "class": (wt.Label("y", "class", "json", "y", ("a", "b", "c")), lambda i: "abc"[i % 3]),
-    "multi": (wt.Label("y", "multi", "json", "y", ("a", "b")), lambda i: ["a", "b"][i % 3 :]),
-    "number": (wt.Label("y", "number", "json", "y"), lambda i: i % 5),
-}
-
-
 @pytest.fixture(scope="module")
-def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns a set of 16 images with a label y of a kind."""
-    folder = tmp_path_factory.mktemp("kinds")
-
-    def find(kind: str) -> Path:
-        if not (folder / kind).exists():
-            label, value = KINDS[kind]
-            samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
-            wt.pack(samples, folder / kind, labels=[label])
-        return folder / kind
-
-    return find
-
-
-@pytest.fixture(scope="module")
-def broken(
-    labeled: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Path, Path]]:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Return a function that returns a set of a kind, and a run of `Broken` without validation."""
     folder = tmp_path_factory.mktemp("broken")
 
     def find(kind: str) -> tuple[Path, Path]:
-        if not (folder / kind).exists():
-            wt.train(labeled(kind), folder / kind, model=Broken, **SMALL)
-        return labeled(kind), folder / kind
+        shards, out = of_kind(folder / kind, kind), folder / f"{kind} run"
+        if not out.exists():
+            wt.train(shards, out, model=Broken, **SMALL)
+        return shards, out
 
     return find
 
@@ -321,11 +246,11 @@ def no_constant(name: str) -> Any:
     ids=["NaN", "infinity", "NaN of the model"],
 )
 def test_metrics_are_json_that_every_program_reads(
-    labeled: Callable[[str], Path], tmp_path: Path, model: Any, metrics: dict[str, float]
+    halves: Path, tmp_path: Path, model: Any, metrics: dict[str, float]
 ) -> None:
-    shards, out = labeled("number"), tmp_path / "run"
+    out = tmp_path / "run"
     given = {name: Odd(value) for name, value in metrics.items()}
-    wt.train(shards, out, val=shards, model=model, metrics=given, **SMALL)
+    wt.train(halves, out, val=halves, model=model, metrics=given, **SMALL)
     for line in (out / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=no_constant)
 
@@ -339,9 +264,7 @@ def test_the_output_of_evaluate_is_json_that_every_program_reads(
     json.loads(capsys.readouterr().out, parse_constant=no_constant)
 
 
-def test_a_condition_on_the_label_can_choose_the_classes_that_are_learned(
-    tens: Path, tmp_path: Path
-) -> None:
+def test_a_condition_on_the_label_chooses_the_classes_to_learn(tens: Path, tmp_path: Path) -> None:
     options = {**SMALL, "where": "label in ['a', 'b', 'c']", "model": Linear}
     wt.train(tens, tmp_path / "run", classes="a,b,c", **options)
     assert len(saved(tmp_path / "run")["1.bias"]) == 3
@@ -369,18 +292,6 @@ def test_weights_of_classes_come_from_the_selected_samples(tens: Path, tmp_path:
     assert run.epochs[0]["samples"] + run.epochs[0]["left_out"] <= 3 * 6
     with pytest.raises(wt.UsageError, match="balance='label' both correct for rare classes"):
         wt.train(tens, tmp_path / "other", balance="label", **options)
-
-
-def test_folds_divide_the_selected_samples(tens: Path, tmp_path: Path) -> None:
-    options = {**SMALL, "batch_size": 1, "where": "n < 30"}
-    sizes = []
-    for part in (1, 2, 3):
-        out = tmp_path / str(part)
-        run = wt.train([f"{tens}/train-*.tar"], out, fold=f"{part}/3", model=Linear, **options)
-        sizes.append((run.epochs[0]["samples"], int(run.val["samples"])))
-    whole = len(wt.open([f"{tens}/train-*.tar"]).where("n < 30"))
-    assert [sum(pair) for pair in sizes] == [whole] * 3
-    assert sum(val for _, val in sizes) == whole
 
 
 # --- a resume with other options ------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torchmetrics
 from sklearn.metrics import (
     accuracy_score,
+    average_precision_score,
+    cohen_kappa_score,
     f1_score,
     mean_absolute_error,
     mean_squared_error,
@@ -20,14 +22,11 @@ from sklearn.metrics import (
 )
 
 import wdstrain as wt
+from tests.support.small_runs import last, rows_of
 
 Array = npt.NDArray[Any]
 CLASSES = ("a", "b", "c", "d")
-QUIET: dict[str, Any] = {
-    "epochs": 1,
-    "batch_size": 16,
-    "lr": 1e-30,
-}  # so small that the model does not change
+QUIET: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 1e-30}  # the model does not change
 
 
 class Same(torch.nn.Module):
@@ -68,12 +67,10 @@ def predicted(
 ) -> tuple[dict[str, float], list[dict[str, str]]]:
     """Return metrics, and rows of predictions, of a model with these outputs on `folder`/set."""
     given: dict[str, Any] = {"model": Same, "fields": {"image": image(outputs.shape[1])}}
-    shards, checkpoint = folder / "set", folder / "run" / "checkpoints" / "last.pt"
+    shards, checkpoint = folder / "set", last(folder / "run")
     wt.train(shards, folder / "run", **given, **QUIET)
     wt.predict(checkpoint, shards, folder / "p.csv", **given, **options)
-    with open(folder / "p.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return wt.evaluate(checkpoint, shards, **given)[1], rows
+    return wt.evaluate(checkpoint, shards, **given)[1], rows_of(folder / "p.csv")
 
 
 def scored(
@@ -85,9 +82,7 @@ def scored(
 
 
 @pytest.mark.parametrize("there", [("a", "b", "c", "d"), ("a", "c", "d"), ("a", "b"), ("c",)])
-def test_classes_without_samples_are_excluded_from_means(
-    tmp_path: Path, there: tuple[str, ...]
-) -> None:
+def test_classes_without_samples_are_in_no_mean(tmp_path: Path, there: tuple[str, ...]) -> None:
     rng = np.random.default_rng(0)
     true = np.array([there[i] for i in rng.integers(0, len(there), 90)])
     outputs = rng.normal(size=(90, 4)) + 1.5 * (true[:, None] == CLASSES)
@@ -121,9 +116,7 @@ def test_tags_without_samples_are_excluded_from_means(tmp_path: Path, there: int
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0, 200.0])
 @pytest.mark.parametrize("kind", ["binary", "class", "multi"])
-def test_auroc_is_right_for_unsure_and_for_certain_models(
-    tmp_path: Path, kind: str, scale: float
-) -> None:
+def test_auroc_is_right_for_any_certainty(tmp_path: Path, kind: str, scale: float) -> None:
     """The outputs of a batch may all lie in 0 to 1, as probabilities do."""
     rng, is_binary = np.random.default_rng(2), kind == "binary"
     true = rng.integers(0, 2 if is_binary else 4, 120)
@@ -141,33 +134,6 @@ def test_auroc_is_right_for_unsure_and_for_certain_models(
     assert scores["auroc"] == pytest.approx(np.mean(areas), abs=0.001)
 
 
-@pytest.mark.parametrize(("weights", "low", "high"), [("none", 0.0, 0.2), ("balanced", 0.4, 0.6)])
-def test_balanced_tag_weights_balance_samples_with_and_without_a_tag(
-    tmp_path: Path, weights: str, low: float, high: float
-) -> None:
-    """A model without input predicts the weighted share of the samples with the tag."""
-    values = [["a"] if i % 20 else ["a", "b"] for i in range(100)]
-    packed(tmp_path / "set", np.ones((100, 4)), values, "multi")
-
-    class Blind(Same):
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            return self.scale.expand(len(pixels), -1)
-
-    options: dict[str, Any] = {
-        "epochs": 8,
-        "batch_size": 10,
-        "lr": 0.3,
-        "class_weights": weights,
-        "model": Blind,
-    }
-    wt.train(tmp_path / "set", tmp_path / "run", fields={"image": image(4)}, **options)
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
-    options = {"model": Blind, "fields": {"image": image(4)}, "probabilities": True}
-    wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", **options)
-    row = next(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
-    assert low <= float(row["y_b"]) <= high
-
-
 def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     outputs = np.random.default_rng(0).normal(size=(30, 4))
     for name in ("train", "one", "other"):
@@ -176,7 +142,7 @@ def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": Same, "fields": {"image": image(4)}}
     done = wt.train(tmp_path / "train", tmp_path / "run", val=val, **options, **QUIET)
     assert done.val["samples"] == 60
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    checkpoint = last(tmp_path / "run")
     assert wt.evaluate(checkpoint, val, **options)[1]["samples"] == 60
 
 
@@ -208,6 +174,10 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
     assert scores["mse"] == pytest.approx(mean_squared_error(true, guess), rel=1e-5)
     assert scores["mae"] == pytest.approx(mean_absolute_error(true, guess), rel=1e-5)
     assert scores["r2"] == pytest.approx(r2_score(true, guess), rel=1e-5)
+    given: dict[str, Any] = {"model": Same, "fields": {"image": image(1)}}
+    large = wt.open(tmp_path / "set").where(f"y > {mean}")  # their mean is not that of training
+    part, is_large = wt.evaluate(last(tmp_path / "run"), large, **given)[1], true > mean
+    assert part["r2"] == pytest.approx(r2_score(true[is_large], guess[is_large]), rel=1e-5)
     assert scores["mse_of_mean"] == pytest.approx(np.var(true), rel=1e-3)
 
 
@@ -238,3 +208,35 @@ def test_a_single_tag_is_learned_and_scored(tmp_path: Path) -> None:
     assert scores["accuracy"] == scores["exact"] == pytest.approx(0.8)
     assert scores["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
     assert scores["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))
+
+
+def test_precision_calibration_and_own_metrics_are_those_of_several_labels(tmp_path: Path) -> None:
+    """No sample has the last tag."""
+    rng = np.random.default_rng(3)
+    outputs, true = rng.normal(size=(60, 6)), rng.integers(0, 3, 60)
+    has = rng.random((60, 3)) < [0.4, 0.2, 0]
+    labels = [
+        wt.Label("y", "class", "json", "y", CLASSES[:3]),
+        wt.Label("tags", "multi", "json", "tags", CLASSES[:3]),
+    ]
+    samples = (
+        {
+            "x.npy": row.astype(np.float32),
+            "json": {"y": CLASSES[y], "tags": np.array(CLASSES[:3])[own].tolist()},
+        }
+        for row, y, own in zip(outputs, true, has, strict=True)
+    )
+    wt.pack(samples, tmp_path / "set", labels=labels)
+    given: dict[str, Any] = {"model": Same, "fields": {"image": image(6)}}
+    wt.train(tmp_path / "set", tmp_path / "run", label="y,tags", **given, **QUIET)
+    given["metrics"] = {"y/kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=3)}
+    scores = wt.evaluate(last(tmp_path / "run"), tmp_path / "set", **given)[1]
+    guess, shares = outputs[:, :3].argmax(1), np.exp(outputs[:, :3])
+    assert scores["y/kappa"] == pytest.approx(cohen_kappa_score(true, guess), abs=1e-6)
+    precision = [average_precision_score(has[:, i], outputs[:, 3 + i]) for i in range(2)]
+    assert scores["tags/mAP"] == pytest.approx(np.mean(precision), abs=0.003)
+    assert scores["tags/classes_without_positives"] == 1
+    best = (shares / shares.sum(1, keepdims=True)).max(1)
+    bins = np.minimum((best * 15).astype(int), 14)
+    error = sum(abs(best[bins == b].sum() - (guess == true)[bins == b].sum()) for b in set(bins))
+    assert scores["y/ece"] == pytest.approx(error / 60, abs=1e-5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from contextlib import closing
@@ -17,8 +15,9 @@ import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import write_tar
+from tests.conftest import encoded, write_tar
 from tests.support.outcomes import result_or_refusal
+from tests.support.small_runs import rows_of
 from wdstrain.cli import main
 
 COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
@@ -66,10 +65,6 @@ def run(shards: Path) -> Path:
     words += ["--batch-size", "8", "--epochs", "5", "--augment", "rrc+flip", "--deterministic"]
     assert main(["train", str(shards), "--out", str(out), *words]) == 0
     return out
-
-
-def rows_of(table: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(table.read_text().splitlines()))
 
 
 def best(run: Path) -> str:
@@ -203,12 +198,6 @@ def test_masks_are_predicted_as_files_for_shards_and_folders(
         wt.predict(best(run), mixed, tmp_path / "p.csv")
 
 
-def test_an_exported_model_has_the_outputs_of_each_pixel(run: Path, tmp_path: Path) -> None:
-    wt.export(best(run), tmp_path / "m.pt2")
-    program = torch.export.load(tmp_path / "m.pt2").module()
-    assert program(torch.zeros(3, 3, 16, 16)).shape == (3, 3, 16, 16)
-
-
 # --- metrics ---
 
 
@@ -230,7 +219,13 @@ def test_scores_equal_numpy(case: int, tmp_path: Path) -> None:
         true[rng.random((8, 8)) < (1.0 if number == 1 else 0.2)] = 255
         np.add.at(counts, (true[true < 255], predicted[true < 255]), 1)
         pixels = Image.fromarray(np.stack([predicted * 20] * 3, 2).astype(np.uint8))
-        samples.append({"__key__": f"k{number}", "png": pixels, "mask.png": png(true)})
+        samples.append(
+            {
+                "__key__": f"k{number}",
+                "png": pixels,
+                "mask.png": encoded(Image.fromarray(true), "PNG"),
+            }
+        )
     wt.pack(samples, tmp_path / "out")
     options: dict[str, Any] = {"label": "mask.png", "classes": str(classes), "image_size": 8}
     options |= {"lr": 1e-30, "epochs": 1, "batch_size": 3, "model": Reads}
@@ -244,12 +239,6 @@ def test_scores_equal_numpy(case: int, tmp_path: Path) -> None:
     union = counts.sum(0) + counts.sum(1) - counts.diagonal()
     assert val["classes_without_pixels"] == (union == 0).sum()
     assert np.isfinite(val["loss"])
-
-
-def png(numbers: npt.NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(numbers).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 # --- usage ---
@@ -388,9 +377,7 @@ def test_a_class_number_beyond_the_classes_has_a_hint_that_helps(
 
 
 @pytest.mark.parametrize("name", ["mask", "mask.png"])
-def test_a_field_of_masks_may_be_named_as_its_label(
-    shards: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_field_of_masks_may_be_named_as_label(shards: Path, tmp_path: Path, name: str) -> None:
     fields = {"image": wt.image(size=(16, 16)), name: wt.mask("mask.png", size=(16, 16))}
     options = {**QUICK, "fields": fields, "epochs": 1, "limit_train_batches": 1}
     del options["image_size"]
@@ -418,7 +405,7 @@ def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
     mask = Image.fromarray(drawn // 255)
     if mask_size == (20, 20):
         mask = mask.crop((10, 0, 30, 20))
-    data = png(np.asarray(mask.resize(mask_size, Image.Resampling.NEAREST)))
+    data = encoded(mask.resize(mask_size, Image.Resampling.NEAREST), "PNG")
     options: dict[str, Any] = {"size": upright.shape, "augment": augment}
     fields = {"image": wt.image("jpg", **options), "mask": wt.mask("mask.png", **options)}
     try:
@@ -433,17 +420,17 @@ def test_a_mask_lies_on_its_image_or_is_a_bad_sample(
 
 def jpeg(image: Image.Image, orientation: int) -> bytes:
     """Return a photo that is shown rotated."""
-    file, exif = io.BytesIO(), Image.Exif()
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    image.save(file, "JPEG", quality=100, exif=exif)
-    return file.getvalue()
+    return encoded(image, "JPEG", quality=100, exif=exif)
 
 
-def test_masks_of_another_shape_in_shards_made_elsewhere_end_training_at_its_start(
-    tmp_path: Path,
-) -> None:
+def test_masks_of_another_shape_in_foreign_shards_end_training_at_its_start(tmp_path: Path) -> None:
     """A photo that is shown rotated, with a mask that was drawn on its stored raster."""
-    fields = {"jpg": jpeg(Image.new("RGB", (40, 20)), 6), "mask.png": png(np.zeros((20, 40), "u1"))}
+    fields = {
+        "jpg": jpeg(Image.new("RGB", (40, 20)), 6),
+        "mask.png": encoded(Image.new("L", (40, 20)), "PNG"),
+    }
     write_tar(tmp_path / "a.tar", [(f"k{n}", fields) for n in range(8)])
     with pytest.raises(wt.UsageError, match=r"key 'k0': its mask.png has 40 x 20 pixels.*upright"):
         wt.train(tmp_path / "a.tar", tmp_path / "run", **QUICK, epochs=1)

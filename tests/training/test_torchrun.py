@@ -1,4 +1,7 @@
-"""Several processes share every batch and train as one process; a dead process ends the job."""
+"""Several processes share every batch and train as one process, with FSDP too.
+
+With FSDP each process holds a part of the model. A dead process ends the job.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,34 @@ from typing import Any
 import pytest
 import torch
 
+import wdstrain as wt
 from tests.conftest import ROOT, flags, write_class_folder
+from tests.support.children import Program
 from tests.support.small_runs import numbers
-from wdstrain.cli import main
+from tests.training.train_job import run, run_job
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.train import train
 
 # No batch norm, which would see another part of a batch in each process; rank 3 has no sample of
 # the 13 for validation.
-OPTIONS: dict[str, Any] = {
-    "model": "tests.training.test_torchrun:plain",
-    "epochs": 2,
-    "batch_size": 16,
-    "lanes": 4,
-    "image_size": 16,
-    "augment": "flip",
-    "optimizer": "sgd",
-    "lr": 0.02,
-    "ema": 0.9,
-    "deterministic": True,
-}
+OPTIONS: dict[str, Any] = {"model": "tests.training.test_torchrun:blocks", "epochs": 2, "lanes": 4}
+OPTIONS |= {"batch_size": 16, "accumulate": 2, "image_size": 16, "augment": "flip", "lr": 0.01}
+OPTIONS |= {"ema": 0.9, "clip_norm": 1.0, "freeze": "backbone", "unfreeze_epoch": 1}
+OPTIONS |= {"deterministic": True}
+FSDP = {**OPTIONS, "fsdp": True}
+STOP = {"stop": [1, 4]}
+RESUME = {"resume": True}
 
 
-def plain(outputs: int) -> torch.nn.Module:
+def blocks(outputs: int) -> torch.nn.Module:
+    """A model with one layer that is large enough to be split by itself."""
     return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, 2),
+        torch.nn.Conv2d(3, 7, 3, 2),
         torch.nn.ReLU(),
         torch.nn.Flatten(),
-        torch.nn.Linear(392, outputs),
+        torch.nn.Linear(343, 300),
+        torch.nn.ReLU(),
+        torch.nn.Linear(300, outputs),
     )
 
 
@@ -61,20 +64,38 @@ class Recorder(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """100 training images and 13 validation images: the last of four ranks lacks a batch."""
     folder = tmp_path_factory.mktemp("pets")
-    write_class_folder(folder / "png" / "train", {"cat": 50, "dog": 50, "eel": 50})
-    write_class_folder(folder / "png" / "val", {"cat": 5, "dog": 5, "eel": 3})
-    assert main(["convert", "folder", str(folder / "png"), str(folder / "shards")]) == 0
-    return folder / "shards"
+    write_class_folder(folder / "png" / "train", {"cat": 50, "dog": 50})
+    write_class_folder(folder / "png" / "val", {"cat": 6, "dog": 7})
+    wt.convert_folder(folder / "png", folder / "shards")
+    return str(folder / "shards")
 
 
 @pytest.fixture(scope="module")
-def alone(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(pets: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
     out = tmp_path_factory.mktemp("runs") / "alone"
-    train(str(pets), out, **OPTIONS)
+    run(pets, str(out), OPTIONS)
     return out
+
+
+def state_of(out: Path) -> dict[str, Any]:
+    return read_checkpoint(str(out / "checkpoints" / "last.pt"))
+
+
+def check_close(out: Path, alone: Path, rtol: float = 1e-3) -> None:
+    """Check that weights, averages, optimizer and metrics differ only by rounding."""
+    actual, single_process = state_of(out), state_of(alone)
+    for name in ("model", "raw", "optimizer"):
+        torch.testing.assert_close(actual[name], single_process[name], rtol=rtol, atol=1e-5)
+    lines = zip(actual["state"]["history"], single_process["state"]["history"], strict=True)
+    for line, expected in lines:
+        assert line["loss"] == pytest.approx(expected["loss"], rel=rtol / 10)
+        assert line["samples"] == expected["samples"]
+        assert line["val"] == pytest.approx(expected["val"], rel=rtol)
+        assert line["val"]["samples"] == 13
 
 
 def started(
@@ -93,46 +114,32 @@ def started(
     )
 
 
-def equal_within_noise(out: Path, alone: Path) -> None:
-    actual, expected = (
-        read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, alone)
-    )
-    for name, value in expected["model"].items():
-        torch.testing.assert_close(actual["model"][name], value, rtol=1e-4, atol=1e-5)
-    for epoch, expected_epoch in zip(
-        actual["state"]["history"], expected["state"]["history"], strict=True
-    ):
-        assert epoch["loss"] == pytest.approx(expected_epoch["loss"], rel=1e-5)
-        assert epoch["samples"] == expected_epoch["samples"]
-        assert epoch["val"]["samples"] == 13
-        assert epoch["val"] == pytest.approx(expected_epoch["val"], rel=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_have_the_losses_and_metrics_of_one_process(
-    pets: Path, alone: Path, tmp_path: Path, processes: int
+    pets: str, alone: Path, tmp_path: Path, processes: int
 ) -> None:
-    job = started(processes, str(pets), "--out", str(tmp_path / "run"), "--json")
+    job = started(processes, pets, "--out", str(tmp_path / "run"), "--json")
     out, stderr = job.communicate(timeout=100)
     assert job.returncode == 0, stderr
     (line,) = out.splitlines()  # only the first process prints
-    assert [epoch["samples"] for epoch in json.loads(line)["epochs"]] == [144, 144]
-    equal_within_noise(tmp_path / "run", alone)
+    assert [epoch["samples"] for epoch in json.loads(line)["epochs"]] == [96, 96]
+    check_close(tmp_path / "run", alone, rtol=1e-4)
 
 
 def test_processes_share_a_batch_and_draw_other_random_numbers(
-    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RECORDS", str(tmp_path))
-    options = {**OPTIONS, "model": "tests.training.test_torchrun:Recorder", "epochs": 1}
-    job = started(2, str(pets), "--out", str(tmp_path / "run"), options=options)
+    options = {name: value for name, value in OPTIONS.items() if "freeze" not in name}
+    options |= {"model": "tests.training.test_torchrun:Recorder", "epochs": 1}
+    job = started(2, pets, "--out", str(tmp_path / "run"), options=options)
     _, stderr = job.communicate(timeout=100)
     assert job.returncode == 0, stderr
-    ranks = [(tmp_path / str(rank)).read_text().splitlines()[-9:] for rank in (0, 1)]  # 9 steps
+    ranks = [(tmp_path / str(rank)).read_text().splitlines()[-6:] for rank in (0, 1)]  # 6 steps
     sizes, numbers = zip(*(line.split() for lines in ranks for line in lines), strict=True)
     assert set(sizes) == {"8"}
-    assert len(set(numbers)) == 18
+    assert len(set(numbers)) == 12
 
 
 # Starts two tasks on this machine, as SLURM's program does, and ends with the last status.
@@ -147,9 +154,7 @@ wait $second && wait
 
 
 @pytest.mark.slow
-def test_the_example_for_slurm_trains_with_the_tasks_of_srun(
-    pets: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_the_example_for_slurm_trains_with_srun(pets: str, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     with socket.socket() as free:
@@ -162,23 +167,23 @@ def test_the_example_for_slurm_trains_with_the_tasks_of_srun(
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     script = str(ROOT / "scripts" / "examples" / "slurm.sh")
-    words = [script, str(pets), str(tmp_path / "run"), *flags(OPTIONS), "--json"]
+    words = [script, pets, str(tmp_path / "run"), *flags(OPTIONS), "--json"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1  # only rank 0 prints
-    equal_within_noise(tmp_path / "run", alone)
+    check_close(tmp_path / "run", alone, rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job_with_one_error_and_any_world_size_resumes(
-    pets: Path, alone: Path, tmp_path: Path
+    pets: str, alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     options = {
         name: value for name, value in OPTIONS.items() if name != "lanes"
     }  # as many as processes, and kept
     job = started(
-        2, str(pets), "--out", str(out), options={**options, "checkpoint_every": 2, "epochs": 2000}
+        2, pets, "--out", str(out), options={**options, "checkpoint_every": 2, "epochs": 2000}
     )
     first = out / "checkpoints" / "last.pt"
     deadline = time.monotonic() + 60
@@ -189,11 +194,11 @@ def test_a_killed_rank_ends_the_job_with_one_error_and_any_world_size_resumes(
     assert job.returncode != 0
     # torchrun may end the other rank before that prints what it saw
     assert "SIGKILL" in stderr or "another process of this job ended" in stderr, stderr
-    state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
+    state = state_of(out)
     assert state["loader"]["lanes"] == 2
     # One process resumes the run of two.
-    done = train(str(pets), out, resume=True, **{**options, "epochs": state["state"]["epoch"] + 1})
-    assert done.epochs[-1]["samples"] == 144
+    done = train(pets, out, resume=True, **{**options, "epochs": state["state"]["epoch"] + 1})
+    assert done.epochs[-1]["samples"] == 96
     assert done.val["samples"] == 13
 
 
@@ -214,85 +219,154 @@ def rank_of(agent: int, rank: int) -> int:
 
 
 def test_a_batch_size_that_ranks_cannot_divide_is_refused(
-    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     from wdstrain.errors import UsageError
 
     with pytest.raises(UsageError, match="batch_size=16 cannot be shared by 3 processes"):
-        train(str(pets), tmp_path / "run", **OPTIONS)
+        train(pets, tmp_path / "run", **OPTIONS)
     assert not (tmp_path / "run").exists()
 
 
-RANKS = """
+# --- FSDP ---
+
+
+@pytest.mark.slow
+def test_two_processes_with_fsdp_resume_to_the_same_bits_and_one_process_resumes_them(
+    pets: str, alone: Path, tmp_path: Path
+) -> None:
+    run(pets, str(tmp_path / "plain"), {**OPTIONS, **STOP})
+    runs: dict[str, list[dict[str, Any]]] = {
+        "whole": [FSDP],
+        "resumed": [{**FSDP, **STOP}, {**FSDP, **RESUME}],
+        "plain": [{**FSDP, **RESUME}],
+        "split": [{**FSDP, **STOP}],
+    }
+    job = [(str(tmp_path / name), options) for name, parts in runs.items() for options in parts]
+    run_job(2, pets, job)
+    whole, resumed = state_of(tmp_path / "whole"), state_of(tmp_path / "resumed")
+    for name in ("model", "raw", "optimizer"):
+        torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
+    assert resumed["sums"] == whole["sums"]
+    run(pets, str(tmp_path / "split"), {**OPTIONS, **RESUME})
+    for name in ("whole", "plain", "split"):
+        check_close(tmp_path / name, alone)
+    best = tmp_path / "whole" / "checkpoints" / "best.pt"
+    _, metrics = wt.evaluate(best, f"{pets}/val-*.tar", model=blocks)
+    losses = [line["val"]["loss"] for line in whole["state"]["history"]]
+    assert metrics["loss"] in [pytest.approx(loss, rel=1e-4) for loss in losses]
+
+
+@pytest.mark.slow
+def test_four_processes_resume_a_run_of_one_process(pets: str, alone: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    run(pets, out, {**OPTIONS, "stop": [0, 4]})
+    run_job(4, pets, [(out, {**FSDP, **RESUME})])
+    check_close(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_model_is_split_and_learns_as_without_it(pets: str, tmp_path: Path) -> None:
+    """Blocks run the same code with other shapes, and dynamic shapes make the compiler fail."""
+    options = {**FSDP, "model": "small", "epochs": 1, "freeze": None, "unfreeze_epoch": None}
+    compiled, plain = tmp_path / "compiled", tmp_path / "plain"
+    job = [(str(compiled), {**options, "compile": True}), (str(plain), options)]
+    run_job(2, pets, job, timeout=280)
+    compiled_history, plain_history = (
+        state_of(out)["state"]["history"] for out in (compiled, plain)
+    )
+    assert compiled_history[0]["loss"] == pytest.approx(plain_history[0]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_synchronized_batch_norms_are_refused_on_a_cpu(pets: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "model": "small", "freeze": None, "sync_batchnorm": True}
+    with pytest.raises(AssertionError, match="synchronizes batch norms on GPUs only"):
+        run_job(2, pets, [(str(tmp_path / "run"), {**options, "unfreeze_epoch": None})])
+    assert not (tmp_path / "run").exists()
+
+
+# --- processes that joined a group themselves ---
+
+GROUP = """
 import json, os, sys
 from datetime import timedelta
-import torch, torch.distributed as dist
+import torch.distributed as dist
 import wdstrain as wt
-from tests.support.small_runs import SMALL, Bias, Constant, Lines
+from tests.support.small_runs import SMALL, Bias, Constant, Linear, Lines
 
-rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), sys.argv[2]
 meeting = {"init_method": f"file://{folder}/meet", "timeout": timedelta(seconds=20)}
 dist.init_process_group("gloo", rank=rank, world_size=2, **meeting)
-options = {**SMALL, "model": Constant, "lr": 1e-12, "weight_decay": 0.0, "progress": Lines()}
-val = f"{folder}/set"
-if case == "full disk":  # rank 0 cannot write the best checkpoint of the second epoch
-    replace, failures = os.replace, iter([False, True])
+shards, out, val = f"{folder}/set", f"{folder}/run", f"{folder}/set"
+options = {**SMALL, "model": Linear, "progress": Lines()}
+still = {**options, "model": Constant, "lr": 1e-12, "weight_decay": 0.0}
+"""
 
-    def replaced(source, target, **named):
-        if str(target).endswith("best.pt") and next(failures, False):
-            raise OSError(28, "No space left on device")
-        return replace(source, target, **named)
+SHARING = """
+done = wt.train(shards, out, val=val, **options)
+print(done.epochs[0]["samples"], done.val["samples"])
+"""
 
-    os.replace = replaced
-    # epochs 2 and 3 improve on the first, and no later one
-    options |= {"callbacks": [Bias([3.0, 2.0, 2.0, 2.0, 2.0, 2.0])], "epochs": 6, "patience": 2}
-elif case == "validation" and rank:
-    val = f"{folder}/other"
+DYING = """
+import signal
+
+class Dying(Linear):
+    def forward(self, x):
+        if rank and self.training:
+            os._exit(1)
+        return super().forward(x)
+
 try:
-    done = wt.train(f"{folder}/set", f"{folder}/run", val=val, **options)
-    print(json.dumps([len(done.epochs), done.stop_reason]))
+    wt.train(shards, out, **{**options, "model": Dying})
+except wt.WdstrainError as error:
+    print("of this job ended" in str(error), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+
+FULL_DISK = """
+replace, failures = os.replace, iter([False, True])
+
+def replaced(source, target, **named):  # no best checkpoint of the second epoch on rank 0
+    if not rank and str(target).endswith("best.pt") and next(failures, False):
+        raise OSError(28, "No space left on device")
+    return replace(source, target, **named)
+
+os.replace = replaced
+# epochs 2 and 3 improve on the first, and no later one
+bias = Bias([3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+done = wt.train(shards, out, val=val, callbacks=[bias], **{**still, "epochs": 6, "patience": 2})
+print(len(done.epochs), done.stop_reason)
+"""
+
+OTHER_VALIDATION = """
+try:
+    wt.train(shards, out, val=f"{folder}/other" if rank else val, **still)
 except wt.UsageError as error:
-    print(json.dumps(["refused", str(error)]))
-except (wt.WdstrainError, RuntimeError) as error:
-    print(json.dumps(["failed", str(error)]))
-sys.stdout.flush()
-os._exit(0)
+    print("refused: shards" if "shards" in str(error) else error)
 """
 
 
-def outcomes_of_ranks(folder: Path, case: str) -> list[Any]:
-    """Return [epochs, reason], ["refused", error] or ["failed", error] of two ranks.
-
-    A rank fails if it waits for another one for 20 seconds.
-    """
-    words = [sys.executable, "-c", RANKS]
-    ranks = [
-        subprocess.Popen([*words, str(rank), str(folder), case], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        return [json.loads(process.communicate(timeout=100)[0]) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-
-
 @pytest.mark.slow
-def test_ranks_end_at_the_same_epoch_after_a_best_checkpoint_that_failed(tmp_path: Path) -> None:
-    numbers(tmp_path / "set", [i % 2 for i in range(16)])
-    first, second = outcomes_of_ranks(tmp_path, "full disk")
-    assert first == second
-    assert first[0] != "failed"
-
-
-@pytest.mark.slow
-def test_ranks_with_other_validation_shards_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        pytest.param(SHARING, "16 16", id="share the samples"),
+        pytest.param(DYING, "True True", id="a lost process leaves the signal handlers"),
+        pytest.param(
+            FULL_DISK, "4 mse did not improve", id="end at the same epoch after a failed checkpoint"
+        ),
+        pytest.param(OTHER_VALIDATION, "refused: shards", id="other validation shards"),
+    ],
+)
+def test_processes_of_a_group_train_as_one_job(tmp_path: Path, program: str, printed: str) -> None:
+    """A rank fails if it waits for another one for 20 seconds."""
     for name, count in (("set", 16), ("other", 40)):
         numbers(tmp_path / name, [i % 2 for i in range(count)])
-    found = outcomes_of_ranks(tmp_path, "validation")
-    assert [outcome[0] for outcome in found] == ["refused", "refused"]
-    assert all("shards" in outcome[1] for outcome in found)
+    first, second = (
+        started.end() for started in [Program(GROUP + program, rank, tmp_path) for rank in (0, 1)]
+    )
+    assert first.out.startswith(printed), first.err
+    assert second.out == first.out or program is DYING, second.err

@@ -1,141 +1,171 @@
-"""Training on shards learns, reports its results, and can be evaluated later."""
+"""Training: losses that need the model, 16 bits that overflow, the terminal, and the image size.
+
+tests/oracle/test_training.py draws all other arithmetic.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+import wdstrain as wt
+from tests.support.small_runs import SMALL, Stop, last, numbers, saved, small_image
 from wdstrain.cli import main
-from wdstrain.errors import UsageError
-from wdstrain.training.checkpoint import read_checkpoint
-from wdstrain.training.evaluate import evaluate
-from wdstrain.training.models import build
-from wdstrain.training.train import train
+
+OPTIONS: dict[str, Any] = {**SMALL, "epochs": 2, "lr": 0.01, "deterministic": True}
+OPTIONS["schedule"] = "onecycle"
+
+
+class Net(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(3 * 8 * 8, 5)
+        self.head = nn.Linear(5, outputs)
+
+    def forward(self, image: Tensor) -> Tensor:
+        outputs: Tensor = self.head(functional.dropout(self.features(image), 0.2, self.training))
+        return outputs
+
+    def features(self, image: Tensor) -> Tensor:
+        return functional.relu(self.body(image.flatten(1)))
+
+
+def as_without(batch: dict[str, Any], model: Any) -> Tensor:
+    assert sorted(batch) == ["__key__", "image", "label"]
+    return functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+
+
+class Distilled(nn.Module):
+    """Features of a student that a trained layer maps to those of a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.teacher = nn.Linear(3 * 8 * 8, 7).requires_grad_(False)
+        self.mapped = nn.Linear(3, 7)
+
+    def forward(self, batch: dict[str, Any], model: Any) -> Tensor:
+        outputs = model(batch["image"])
+        wanted = self.teacher(batch["image"].flatten(1))
+        own = functional.mse_loss(self.mapped(outputs), wanted)
+        return own + functional.cross_entropy(outputs, batch["label"])
+
+
+def contrastive(batch: dict[str, Any], model: Any) -> Tensor:
+    """Two views of an image are closer to each other than to those of other images."""
+    views = (batch["image"], batch["image"].flip(3))
+    first, second = (functional.normalize(model.features(view), dim=1) for view in views)
+    return functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
 
 
 @pytest.fixture(scope="module")
-def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of dark and bright images (label class), with their brightness (label light)."""
-    folder = tmp_path_factory.mktemp("bright")
-    rng = np.random.default_rng(0)
-    (folder / "img").mkdir()
-    rows = ["file,kind,light"]
-    for i in range(240):
-        light = float(rng.random())
-        pixels = np.clip(rng.normal(40 + 170 * light, 20, (16, 16, 3)), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / "img" / f"{i:03d}.png")
-        rows.append(f"img/{i:03d}.png,{'bright' if light > 0.5 else 'dark'},{light:.4f}")
-    (folder / "log.csv").write_text("\n".join(rows) + "\n")
-    words = ["convert", "table", str(folder / "log.csv"), str(folder / "out")]
-    words += ["--image", "file", "--label", "kind,light"]
-    assert main([*words, "--split", "train=0.8,val=0.2"]) == 0
-    return folder / "out"
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 images of three classes."""
+    out = tmp_path_factory.mktemp("step") / "set"
+    samples = ({"__key__": f"{i:02d}", "png": small_image(i), "cls": i % 3} for i in range(48))
+    wt.pack(samples, out, classes=["a", "b", "c"], split={"train": 0.7, "val": 0.3})
+    return out
 
 
-CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 16, "image_size": 16}
+def test_a_step_that_does_what_training_does_gives_its_bits(shards: Path, tmp_path: Path) -> None:
+    plain = wt.train(shards, tmp_path / "plain", model=Net, **OPTIONS)
+    own = wt.train(shards, tmp_path / "own", model=Net, training_step=as_without, **OPTIONS)
+    torch.testing.assert_close(own.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    assert own.val == plain.val
+    assert own.epochs[-1]["loss"] == plain.epochs[-1]["loss"]
+    assert "accuracy" not in own.epochs[-1]  # outputs of a step are not known
 
 
-def test_classes_are_learned_and_the_checkpoint_has_the_same_scores(
-    bright: Path, tmp_path: Path
+@pytest.mark.parametrize("step", [contrastive, Distilled])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "ema": 0.9, "amp": "bf16"}])
+def test_losses_that_need_the_model_are_learned_and_resumed(
+    shards: Path, tmp_path: Path, step: Any, more: dict[str, Any]
 ) -> None:
-    done = train(str(bright), tmp_path / "run", label="kind", **CONFIG)
-    assert done.val["accuracy"] > 0.85
-    _, rescored = evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{bright}/val-*.tar")
-    assert rescored["accuracy"] == done.val["accuracy"]
-    assert rescored["samples"] == 240 - done.epochs[0]["samples"] - done.epochs[0]["left_out"]
+    def train(name: str, **again: Any) -> wt.TrainResult:
+        own = step() if isinstance(step, type) else step
+        options = {**OPTIONS, **more, **again}
+        return wt.train(shards, tmp_path / name, model=Net, training_step=own, **options)
+
+    whole = train("whole")
+    assert whole.epochs[1]["loss"] < whole.epochs[0]["loss"]
+    train("resumed", callbacks=[Stop(1, 2)])
+    train("resumed", resume=True)
+    first, second = (
+        torch.load(last(tmp_path / name), weights_only=True) for name in ("whole", "resumed")
+    )
+    for name in ("model", "optimizer", "criterion_state"):
+        torch.testing.assert_close(first.get(name), second.get(name), rtol=0, atol=0)
+    with pytest.raises(wt.UsageError, match="training_step was .*, is None"):
+        wt.train(shards, tmp_path / "resumed", model=Net, resume=True, **OPTIONS, **more)
 
 
-def test_the_standard_error_of_the_mean_is_right(bright: Path, tmp_path: Path) -> None:
-    done = train(str(bright), tmp_path / "run", label="light", epochs=1, batch_size=1, image_size=8)
-    rows = [line.split(",") for line in (bright.parent / "log.csv").read_text().splitlines()[1:]]
-    light = {row[0].removesuffix(".png"): float(row[2]) for row in rows}
-    from wdstrain.shards.resolve import open_index
-
-    keys = {split: open_index(f"{bright}/{split}-*.tar") for split in ("train", "val")}
-    mean = np.mean([light[keys["train"].key(i)] for i in range(len(keys["train"]))])
-    val = np.array([light[keys["val"].key(i)] for i in range(len(keys["val"]))])
-    assert done.val["mse_of_mean"] == pytest.approx(np.mean((val - mean) ** 2), rel=1e-3)
+# --- 16 bits ---
 
 
-def test_a_run_folder_records_the_run(bright: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(str(bright), out, label="kind", epochs=2, batch_size=16, image_size=8)
-    assert "image_size = 8" in (out / "config.toml").read_text().splitlines()
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [0, 1]
-    assert {"loss", "samples_per_second", "stall", "verdict", "val"} <= set(lines[0])
-    state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
-    assert set(state["model"]) == set(build("small", 2, 8).state_dict())
-    assert state["loader"]["epoch"] == 2
-    with pytest.raises(UsageError, match="holds a run already"):
-        train(str(bright), out, label="kind")
+class Weights(wt.Callback):
+    """Callback that keeps the first weights after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen.append(next(trainer.model.parameters()).detach().clone())
 
 
-def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    train(str(bright), run, label="kind", epochs=1, batch_size=16, image_size=8)
-    rows = [
-        line
-        for line in (bright.parent / "log.csv").read_text().splitlines()
-        if "bright" not in line
-    ]
-    (bright.parent / "dark.csv").write_text("\n".join(rows).replace("dark", "gloomy") + "\n")
-    words = ["convert", "table", str(bright.parent / "dark.csv"), str(other)]
-    words += ["--image", "file", "--label", "kind:class,light"]
-    assert main(words) == 0
-    with pytest.raises(
-        UsageError,
-        match="the classes of these shards are 0 gloomy, the model learns 0 bright, 1 dark",
-    ):
-        evaluate(str(run / "checkpoints" / "last.pt"), str(other))
-    with pytest.raises(UsageError, match="the classes of these shards are 0 gloomy"):
-        train(f"{bright}/train-*.tar", tmp_path / "x", label="kind", val=str(other))
-    assert not (tmp_path / "x").exists()
-    with pytest.raises(UsageError, match="several splits"):
-        evaluate(str(run / "checkpoints" / "last.pt"), [str(bright)])
-    with pytest.raises(UsageError, match="several splits"):
-        train([str(bright)], tmp_path / "x", label="kind", val=f"{bright}/val-*.tar")
+def test_a_step_whose_gradient_overflows_is_skipped(shards: Path, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but with an infinite gradient
+        return functional.cross_entropy(outputs, target, reduction="none") * planted
+
+    options = {**OPTIONS, "epochs": 1, "amp": "fp16", "callbacks": [weights := Weights()]}
+    done = wt.train(shards, tmp_path / "run", model=Net, criterion=loss, **options)
+    assert done.epochs[0]["skipped_steps"] == 2
+    pairs = zip(weights.seen[:3], weights.seen[1:4], strict=True)
+    assert [torch.equal(*pair) for pair in pairs] == [True, True, False]
+    assert "skipped_steps" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+class Loud(nn.Sequential):
+    """A model of two numbers, which overflows 16 bits where one is large."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(nn.Linear(2, 8), nn.Linear(8, outputs))
+
+
+def test_steps_that_all_overflow_16_bits_end_the_run(tmp_path: Path) -> None:
+    arrays = [np.array([1e9, i % 2], np.float32) for i in range(64)]
+    wt.pack(({"x.npy": x, "cls": i % 2} for i, x in enumerate(arrays)), tmp_path / "set")
+    fields = {"image": wt.array("x.npy", shape=(2,), dtype="float32")}
+    options = {**SMALL, "batch_size": 2, "model": Loud, "fields": fields, "amp": "fp16"}
+    del options["image_size"]
+    with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
+        wt.train(tmp_path / "set", tmp_path / "run", **options)
+
+
+# --- environment, terminal, image size ---
 
 
 def test_every_sample_is_scored_with_any_environment(
-    bright: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = train(
-        [str(bright)], tmp_path / "run", label="kind", epochs=1, batch_size=16, image_size=8
-    )
-    assert done.val["samples"] + done.epochs[0]["samples"] + done.epochs[0]["left_out"] == 240
+    done = wt.train([shards], tmp_path / "run", model=Net, **OPTIONS)
+    assert done.val["samples"] + done.epochs[0]["samples"] + done.epochs[0]["left_out"] == 48
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            {"model": "alexnet", "image_size": 16},
-            r"does not take a batch of uint8\[3, 16, 16\].*image_size=224",
-        ),
-        ({"model": "resnet19"}, "model='resnet19'.*resnet101"),
-        ({"device": "gpu"}, "device='gpu'"),
-        ({"label": None}, "several labels: kind, light"),
-        ({"label": "age"}, "no label 'age'"),
-    ],
-)
-def test_unusable_configurations_are_refused_before_any_write(
-    bright: Path, tmp_path: Path, config: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        train(str(bright), tmp_path / "run", **{"label": "kind", **config})
-    assert not (tmp_path / "run").exists()
-
-
-def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, capsys: Any) -> None:
-    words = ["train", str(bright), "--label", "light", "--out", str(tmp_path / "r")]
+def test_lines_fit_into_a_terminal_of_80_columns(tmp_path: Path, capsys: Any) -> None:
+    shards = str(numbers(tmp_path / "set", [i / 7 for i in range(64)]))
+    words = ["train", shards, "--val", shards, "--out", str(tmp_path / "run"), "--image-size", "8"]
     assert main([*words, "--epochs", "1"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
     assert lines
@@ -143,20 +173,16 @@ def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("where", ["flag", "file", "keyword"])
-def test_a_height_and_a_width_can_be_given_as_the_image_size(
-    bright: Path, tmp_path: Path, where: str
-) -> None:
+def test_the_image_size_may_be_height_and_width(shards: Path, tmp_path: Path, where: str) -> None:
     """The model takes images of 4 x 16 pixels."""
     out, model = tmp_path / "run", "tests.support.small_runs:Linear"
-    words = ["train", str(bright), "--out", str(out), "--model", model]
-    words += ["--epochs", "1", "--batch-size", "16", "--label", "kind"]
+    words = ["train", str(shards), "--out", str(out), "--model", model]
+    words += ["--epochs", "1", "--batch-size", "16"]
     if where == "keyword":
-        options = {**CONFIG, "label": "kind", "epochs": 1, "model": model, "image_size": (4, 16)}
-        train(str(bright), out, **options)
+        wt.train(shards, out, **{**OPTIONS, "model": model, "image_size": (4, 16)})
     elif where == "flag":
         assert main([*words, "--image-size", "4x16"]) == 0
     else:
         (tmp_path / "recipe.toml").write_text("image_size = [4, 16]\n")
         assert main([*words, "--config", str(tmp_path / "recipe.toml")]) == 0
-    state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
-    assert state["model"]["1.weight"].shape == (1, 192)
+    assert saved(out)["1.weight"].shape == (3, 192)

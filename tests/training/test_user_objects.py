@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import runpy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 import wdstrain as wt
+from tests.conftest import ROOT
 from tests.support.small_runs import (
     SMALL,
     Linear,
@@ -79,25 +84,6 @@ def test_an_optimizer_keeps_the_values_that_its_function_gave(
 ) -> None:
     seen = groups_of(shards, tmp_path / "run", make)
     assert {name: seen.values(name) for name in expected} == expected
-
-
-def test_the_factor_of_the_backbone_scales_the_rate_of_a_given_optimizer(
-    shards: Path, tmp_path: Path
-) -> None:
-    make = lambda groups: torch.optim.SGD(groups, lr=1e-5)  # noqa: E731
-    seen = groups_of(shards, tmp_path / "run", make, model=TwoLayers, backbone_lr=0.1)
-    assert {round(rate / 1e-5, 6) for rate in seen.values("lr")} == {0.1, 1.0}
-
-
-class TwoLayers(nn.Module):
-    """Linear layers, first and last."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(192, 4), nn.Linear(4, outputs)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(image.flatten(1)))
 
 
 def test_groups_of_a_function_keep_their_own_rates(shards: Path, tmp_path: Path) -> None:
@@ -216,9 +202,7 @@ class Temperature(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["parameters", "buffers"])
-def test_a_loss_is_trained_and_resumes_with_its_state(
-    shards: Path, tmp_path: Path, frozen: bool
-) -> None:
+def test_a_loss_is_trained_and_keeps_its_state(shards: Path, tmp_path: Path, frozen: bool) -> None:
     """The run that was stopped goes on with a loss that was made anew, as a new process does."""
     losses = [Temperature().requires_grad_(not frozen) for _ in range(3)]
     options = {**SMALL, "model": Linear, "epochs": 2, "lr": 0.1}
@@ -250,9 +234,7 @@ class Other(Counter):
     """Another callback with a state."""
 
 
-def test_a_callback_resumes_with_its_state_and_a_run_not_without_it(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_only_with_the_state_of_its_callbacks(shards: Path, tmp_path: Path) -> None:
     options, counter = {**SMALL, "model": Linear, "epochs": 2}, Counter()
     wt.train(shards, tmp_path / "run", callbacks=[Counter(), Stop(1, 1)], **options)
     for callbacks in ([], [Other()], [Other(), Counter()]):
@@ -306,9 +288,7 @@ def earlier(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "weights.pt"
 
 
-def test_weights_of_a_run_bring_their_normalization(
-    shards: Path, earlier: Path, tmp_path: Path
-) -> None:
+def test_weights_of_a_run_have_a_normalization(shards: Path, earlier: Path, tmp_path: Path) -> None:
     wt.train(shards, tmp_path / "run", weights=str(earlier), **SMALL)
     inputs = torch.load(last(tmp_path / "run"), weights_only=True)["inputs"]
     assert (list(inputs["mean"]), list(inputs["std"])) == ([0.5] * 3, [0.25] * 3)
@@ -336,18 +316,26 @@ def test_weights_of_a_run_keep_the_meaning_of_their_classes(shards: Path, tmp_pa
         assert run.val["accuracy"] == pytest.approx(1 / 4)
 
 
+PREFIXES = ("model", "net", "module", "_orig_mod", "module._orig_mod")
+
+
+def prefixed(prefix: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that gives weights the names of a wrapper, such as Lightning's."""
+    return lambda state: {"state_dict": {f"{prefix}{name}": w for name, w in state.items()}}
+
+
 @pytest.mark.parametrize(
     "form",
     [
         lambda state: state,
         lambda state: {"model": state, "epoch": 3},
         lambda state: {"state_dict": state, "epoch": 3},
-        lambda state: {"state_dict": {f"model.{name}": value for name, value in state.items()}},
         lambda state: {"model_state_dict": state, "epoch": 3},
-        lambda state: {"state_dict": {f"net.{n}": value for n, value in state.items()}},
         lambda state: {"net": state, "optimizer": {}},
+        lambda state: {"model": state, "args": argparse.Namespace(lr=0.1)},
+        *(prefixed(f"{name}.") for name in PREFIXES),
     ],
-    ids=["plain", "model", "state_dict", "Lightning", "tutorial", "net.", "net"],
+    ids=["plain", "model", "state_dict", "tutorial", "net", "arguments of a script", *PREFIXES],
 )
 def test_weights_are_found_in_checkpoints_of_other_trainers(
     shards: Path, tmp_path: Path, form: Callable[[dict[str, Any]], Any]
@@ -426,3 +414,96 @@ def test_a_progress_that_is_no_display_is_obeyed_or_refused_by_name(
         "repair": lambda: wt.repair(val, tmp_path / "set", **given),
     }
     unless_refused(calls[verb], "progress")
+
+
+# --- callbacks, trackers and refusals --------------------------------------------------------------
+
+
+class Recorder(wt.Callback):
+    """Records the names of the called hooks."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.calls.append("train start")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.calls.append(f"step {trainer.state.step}")
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self.calls.append(f"epoch {metrics['epoch']}")
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        assert Path(path).is_file()
+        self.calls.append("checkpoint")
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.calls.append("train end")
+
+
+def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    wt.train(shards, tmp_path / "run", callbacks=[recorder], **SMALL)
+    steps = [f"step {step}" for step in range(1, 4)]
+    assert recorder.calls == ["train start", *steps, "epoch 0", "checkpoint", "train end"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_gets_a_run(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback of scripts/examples logs a run to W&B, offline."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    example = runpy.run_path(str(ROOT / "scripts" / "examples" / "wandb_callback.py"))
+    callback = example["WandbCallback"](project="test", dir=str(tmp_path))
+    done = wt.train(shards, tmp_path / "run", callbacks=[callback], **{**SMALL, "epochs": 2})
+    assert callback.run.config["epochs"] == 2
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    end, texts = time.monotonic() + 60, (b"val/accuracy", done.stop_reason.encode())
+    while not all(text in log.read_bytes() for text in texts):  # W&B's process writes it later
+        assert time.monotonic() < end, log.read_bytes()
+        time.sleep(0.05)
+
+
+def loss(batch: Any, model: Any) -> torch.Tensor:
+    return model(batch["image"]).sum()
+
+
+class Misspelled(wt.Callback):
+    def on_epoch_ended(self, trainer: Any) -> None:
+        """A name that no run calls."""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"criterion": "focal"}, "criterion='focal': must be a function"),
+        ({"criterion": {"x": nn.MSELoss()}}, "criterion names 'x', and the labels are label"),
+        (
+            {"criterion": nn.CrossEntropyLoss(), "label_smoothing": 0.1},
+            "label_smoothing=0.1 has no effect with criterion=",
+        ),
+        ({"metrics": [torchmetrics.MeanMetric()]}, "metrics=.*must be a dict"),
+        ({"training_step": "loss"}, r"must be a function \(batch, model\)"),
+        ({"training_step": loss, "label_smoothing": 0.1}, "no effect with training_step="),
+        ({"grad_checkpointing": True}, "grad_checkpointing= needs a model that has it.*timm"),
+        ({"optimizer": 3}, "optimizer=3: must be a function of parameter groups"),
+        ({"callbacks": [Misspelled()]}, "on_epoch_ended is never called. Methods of callbacks are"),
+        ({"model": lambda n: nn.Linear(10, n)}, "does not take a batch of uint8"),
+    ],
+)
+def test_objects_of_another_kind_are_refused(
+    shards: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", **SMALL, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_no_validation_gives_is_not_monitored(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(wt.UsageError, match="monitor='f2' is not among .*accuracy"):
+        wt.train(shards, tmp_path / "known", monitor="f2", **SMALL)
+    with pytest.raises(wt.UsageError, match="need validation data"):
+        wt.train(f"{shards}/train-*.tar", tmp_path / "run", monitor="f1", **SMALL)

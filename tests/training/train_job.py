@@ -11,35 +11,16 @@ import torch
 import torch.distributed as dist
 
 import wdstrain as wt
-from wdstrain.training.run import Run as TrainingRun
+from tests.support.small_runs import Lines, Stop
 
 Run = tuple[str, dict[str, Any]]  # folder and options; "stop": [epoch, step] of an interruption
-
-
-class StopAt(wt.Callback):
-    """Callback that ends a run at a position."""
-
-    def __init__(self, position: list[int]) -> None:
-        self._position = tuple(position)
-
-    def on_step_end(self, trainer: TrainingRun) -> None:
-        if (trainer.state.epoch, trainer.state.step) == self._position:
-            trainer.stop("stopped by the test")
-
-
-class Silent:
-    """Progress display without output."""
-
-    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None: ...
-
-    def line(self, text: str) -> None: ...
 
 
 def run(shards: str, out: str, options: dict[str, Any]) -> wt.TrainResult:
     """Train in this process, as one process of its job."""
     train_options = {name: value for name, value in options.items() if name != "stop"}
-    callbacks = [StopAt(options["stop"])] if "stop" in options else []
-    return wt.train(shards, out, callbacks=callbacks, progress=Silent(), **train_options)
+    callbacks = [Stop(*options["stop"])] if "stop" in options else []
+    return wt.train(shards, out, callbacks=callbacks, progress=Lines(), **train_options)
 
 
 def run_job(processes: int, shards: str, runs: list[Run], *, timeout: float = 150) -> None:

@@ -131,9 +131,7 @@ def test_webloader_and_its_fluid_methods(urls: str) -> None:
     gc.collect()
 
 
-def test_each_worker_or_rank_may_have_its_own_epoch(
-    urls: str, rank: Callable[[int, int], None]
-) -> None:
+def test_each_worker_or_rank_may_have_an_epoch(urls: str, rank: Callable[[int, int], None]) -> None:
     """As in webdataset: a set length holds for each worker, and without a splitter all read all."""
     lengths = read(wt.WebDataset(urls, shardshuffle=True).map(key_of).with_epoch(11), 2)
     assert [len(epoch) for epoch in lengths] == [22] * 3

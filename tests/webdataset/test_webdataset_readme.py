@@ -11,7 +11,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import write_members
 from tests.support.servers import serving
 
@@ -178,35 +179,25 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=["local", pytest.param("http", marks=pytest.mark.slow)])
-def address(request: pytest.FixtureRequest, shards: Path) -> Iterator[str]:
-    """The folder of the shards, or its address on a server."""
-    if request.param == "local":
-        yield str(shards)
-    else:
-        with serving(shards) as server:
-            yield server.url
+EXAMPLES = {"first": FIRST, "resnet": RESNET, "columns": COLUMN_STORE, "faq": FAQ}
+PLACES = [("loader", "http"), *((name, "local") for name in ("loader", *EXAMPLES))]
+SLOW = [(name, "http") for name in EXAMPLES]
+EXAMPLES["loader"] = LOADER
 
 
-@pytest.mark.parametrize("example", [FIRST, LOADER, RESNET, COLUMN_STORE, FAQ])
+@pytest.mark.parametrize(("name", "place"), quick_and_slow([*PLACES, *SLOW], len(PLACES)))
 def test_an_example_of_webdataset_runs(
-    example: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, place: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the folder of the shards, or its address on a server."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    text = re.sub(r"\bwds\.WebDataset\b", "wt.WebDataset", PREPROCESS + example)
-    text = text.replace("HERE", address).replace("CACHE", str(cache))
+    (tmp_path / "cache").mkdir()
+    text = re.sub(r"\bwds\.WebDataset\b", "wt.WebDataset", PREPROCESS + EXAMPLES[name])
     names: dict[str, Any] = {}
-    with warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
+        address = str(shards) if place == "local" else stack.enter_context(serving(shards)).url
+        text = text.replace("HERE", address).replace("CACHE", str(tmp_path / "cache"))
         warnings.filterwarnings("ignore", message="This process .* is multi-threaded")
         exec(f"import wdstrain as wt\n{text}", names)
-    names.clear()
-    gc.collect()
-
-
-@pytest.mark.parametrize("address", ["http"], indirect=True)
-def test_an_example_runs_over_http(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    test_an_example_of_webdataset_runs(LOADER, address, tmp_path, monkeypatch)
+        names.clear()
+        gc.collect()
