@@ -56,7 +56,7 @@ BUDGETS = {
     "cli": 527,
     "runtime": 402,
     "tuning": 218,
-    "order": 501,
+    "order": 503,
     "report": 226,
     "augment": 272,
     "webdataset": 324,

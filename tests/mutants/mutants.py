@@ -270,8 +270,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "strata-first",
-            "np.lexsort((random, self.strata[fractional]))",
-            "np.lexsort((self.strata[fractional], random))",
+            "np.lexsort((random, turn))",
+            "np.lexsort((turn, random))",
         ),
     ],
     "order/rng.py": [
@@ -548,7 +548,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "loader/options.py": [
-        ("rank-given", "self.is_rank_given or not _is", "not self.is_rank_given or not _is"),
+        ("rank-given", "self.is_rank_given or not group", "not self.is_rank_given or not group"),
     ],
     "loader/pipeline.py": [
         ("goes-on", "self._position != (epoch, step)", "self._position == (epoch, step)"),

@@ -58,6 +58,18 @@ def test_a_fractional_weight_selects_other_samples_in_each_epoch() -> None:
     assert max(counts.values()) <= 25, "each sample is chosen in about a quarter of the epochs"
 
 
+@pytest.mark.parametrize("same", [1, 2, 7])
+def test_weights_of_few_samples_each_select_other_samples_in_each_epoch(same: int) -> None:
+    weights = np.repeat(np.linspace(0.2, 0.8, 140 // same), same)
+    strata, epochs = np.unique(weights, return_inverse=True)[1].reshape(-1), 600
+    counts = np.zeros(len(weights))
+    for number in range(epochs):
+        made = epoch(plan(weights, strata, epoch=number, batch_size=1))
+        counts += np.bincount(made, minlength=len(weights))
+    error = np.sqrt(weights * (1 - weights) / epochs)  # of independent draws
+    assert (abs(counts / epochs - weights) < 5 * error).all()
+
+
 def test_rare_classes_are_in_every_part_of_the_epoch() -> None:
     """1 sample in 100 has class 1; with weights it is every second sample, from begin to end."""
     classes = np.arange(5000) % 100 == 0

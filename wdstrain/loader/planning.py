@@ -25,7 +25,7 @@ from wdstrain.order.buckets import Buckets
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
-from wdstrain.order.weighted_plan import WeightedPlan
+from wdstrain.order.weighted_plan import WEIGHTED_ORDER, WeightedPlan
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.joining import can_join
@@ -165,7 +165,7 @@ class EpochPlans:
         """The values that the order depends on, JSON-able, by name."""
         plan = self.plan(0)
         values: dict[str, Any] = {
-            "order": ORDER,
+            "order": ORDER if self.weighting is None else WEIGHTED_ORDER,
             "data": self.index.fingerprint,
             "seed": plan.seed,
             "global_batch": plan.global_batch,

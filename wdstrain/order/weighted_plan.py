@@ -26,6 +26,7 @@ from wdstrain.runtime.cached import cached_property
 Floats = npt.NDArray[np.float64]
 Small = npt.NDArray[np.int32]
 
+WEIGHTED_ORDER = 2  # version of the order with weights; see `ORDER` of `plan`
 _MOST = (1 << 31) - 1  # samples of an epoch and of the index: ids are int32 here
 _ONE = 1 << 32  # weights are fixed-point numbers, so that sums do not depend on their order
 _TOGETHER = 256  # further occurrences of samples of one shard that are read together, about
@@ -82,8 +83,11 @@ class WeightedPlan(Plan):
         del fixed
         fractional = np.flatnonzero(rest)
         random = bits(fractional, "occurrences", self.seed, self.epoch)
-        order = fractional[np.lexsort((random, self.strata[fractional]))]
-        del random, fractional
+        # The strata come in another order in each epoch. With one order, samples whose weights
+        # nearly all differ would be the same in each.
+        turn = bits(self.strata[fractional], "stratum", self.seed, self.epoch)
+        order = fractional[np.lexsort((random, turn))]
+        del random, turn, fractional
         steps = np.cumsum(rest[order], dtype=np.int64)
         del rest
         steps += _ONE // 2
