@@ -4,7 +4,7 @@
     .venv/bin/python scripts/screenshots.py
 
 Writes docs/images/sheet.jpg, report-light.png and report-dark.png, and buckets.jpg for the guide on
-selection. The demo takes half a minute.
+buckets. The demo takes half a minute.
 """
 
 from __future__ import annotations
