@@ -53,15 +53,15 @@ BUDGETS = {
     "decode": 1467,
     "storage": 1055,
     "reader": 476,
-    "cli": 527,
+    "cli": 522,
     "runtime": 402,
     "tuning": 218,
     "order": 503,
-    "report": 226,
+    "report": 225,
     "augment": 272,
     "webdataset": 324,
     "native": 56,
-    "": 293,  # modules at the top, memory.py among them
+    "": 291,  # modules at the top, memory.py among them
 }
 
 

@@ -74,7 +74,7 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
             progress=tell,
         )
     busy = sum(epoch["seconds"] for epoch in outcome.epochs)
-    figures = [
+    return [
         (
             "samples",
             f"{made.samples} ({', '.join(f'{split} {n}' for split, n in made.splits.items())})",
@@ -98,8 +98,7 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
             "note",
             "all cuts are of the same ten photographs, so the accuracy is that of an easy task",
         ),
-    ]
-    return figures, [
+    ], [
         "wdstrain convert folder IMAGES shards/mine --split train=.9,val=.1",
         "wdstrain train shards/mine --out runs/mine --epochs 10",
         f"wdstrain info {shards}",

@@ -71,8 +71,8 @@ class Server(ThreadingTCPServer):
     @property
     def url(self) -> str:
         """The address, as this machine reaches it, with a slash at its end."""
-        host, port = (str(part) for part in self.server_address[:2])
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        own, port = (str(part) for part in self.server_address[:2])
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     @property
@@ -117,9 +117,9 @@ class _Connection(BaseHTTPRequestHandler):
             file = open_inside(self.server.folder, self.path)
         except OSError as error:
             self._send(_STATUS.get(error.errno or 0, 404))
-            return
-        with file:
-            self._send_file(file)
+        else:
+            with file:
+                self._send_file(file)
 
     do_HEAD = do_GET
 

@@ -171,19 +171,19 @@ def is_utf8() -> bool:
 
 def facts(index: Index) -> dict[str, Any]:
     """Return what verbs that make an index print of it as JSON."""
-    sizes = {
-        split: sum(shard.samples for shard in index.shards if shard.split == split)
-        for split in index.splits
-    }
-    columns = [{**column.row, "missing": column.stored.null_count} for column in index.columns]
     return {
         "samples": len(index),
         "shards": len(index.shards),
         "bytes": sum(shard.bytes for shard in index.shards),
-        "splits": sizes,
+        "splits": {
+            split: sum(shard.samples for shard in index.shards if shard.split == split)
+            for split in index.splits
+        },
         "fields": list(index.fields),
         "labels": [label.row for label in index.labels],
-        "columns": columns,
+        "columns": [
+            {**column.row, "missing": column.stored.null_count} for column in index.columns
+        ],
     }
 
 

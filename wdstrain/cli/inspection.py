@@ -43,10 +43,15 @@ def _bars(counts: dict[str, int]) -> str:
     """Return a line for each class or interval: name, bar, samples, share."""
     most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
     full, thin = "█▏" if is_utf8() else "##"
-    rows = []
-    for name, count in counts.items():
-        bar = full * round(_BAR * count / most) or thin * (count > 0)
-        rows.append((f"  {name:.{_NAME}}", bar, f"{count:>9}", f"{count / total:6.1%}"))
+    rows = [
+        (
+            f"  {name:.{_NAME}}",
+            full * round(_BAR * count / most) or thin * (count > 0),
+            f"{count:>9}",
+            f"{count / total:6.1%}",
+        )
+        for name, count in counts.items()
+    ]
     return table_text(rows, width=_WIDTH)
 
 

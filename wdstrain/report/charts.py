@@ -58,8 +58,8 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
                 circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
                 parts.append(f"{circle}<title>{escape(hint)}</title></circle>")
     head = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-size="11" fill="currentColor"'
-    svg = f"<svg {head}>{''.join(parts)}</svg>"
-    return svg + pages.legend(dict(zip((line.name for line in series), COLORS, strict=False)))
+    names = pages.legend(dict(zip((line.name for line in series), COLORS, strict=False)))
+    return f"<svg {head}>{''.join(parts)}</svg>{names}"
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -18,13 +18,12 @@ from PIL import Image
 
 def page(title: str, parts: Iterable[str]) -> bytes:
     """Return an HTML page. title: plain text. parts: HTML below the title."""
-    text = (
+    return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)} - wdstrain</title><style>{_STYLE}</style></head>"
         f"<body><main><h1>{escape(title)}</h1>{''.join(parts)}</main></body></html>\n"
-    )
-    return text.encode("utf-8", "replace")
+    ).encode("utf-8", "replace")
 
 
 def card(title: str, body: str) -> str:
@@ -67,8 +66,8 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
         for j in shown:
             color, value = "59,125,216" if i == j else "208,80,50", values[i, j]
             title = f"{names[i]} taken for {names[j]}: {value:.12g} of {whole:.12g}"
-            share = value / whole
-            cells += text(color, share, escape(title), f"{100 * share:.0f}" if value else "")
+            percent = f"{100 * value / whole:.0f}" if value else ""
+            cells += text(color, value / whole, escape(title), percent)
         table += f"<tr><th>{escape(names[i])}</th>{cells}</tr>"
     return f"{table}</table>"
 
@@ -94,9 +93,9 @@ def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
     is_small = max(image.height, image.width // panels) <= 48
     buffer, kind = io.BytesIO(), "PNG" if is_small else "JPEG"
     image.save(buffer, kind, quality=85)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    style = f'{" class=small" * is_small} width="{image.width}" height="{image.height}"'
-    return f'<img{style} src="data:image/{kind.lower()};base64,{data}" alt="">'
+    data = f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    size = f'width="{image.width}" height="{image.height}"'
+    return f'<img{" class=small" * is_small} {size} src="{data}" alt="">'
 
 
 _STYLE = """
