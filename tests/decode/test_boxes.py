@@ -76,6 +76,24 @@ def test_boxes_enclose_their_objects_after_any_crop_flip_resize_and_rotation(
     assert (len(places) > count / 2 + 5) == (augment is not None)  # another crop in each epoch
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_boxes_follow_images_of_the_shape_of_their_bucket(num_workers: int, tmp_path: Path) -> None:
+    folder = packed(tmp_path / "out", drawn(48), "JPEG", turned=True)
+    wt.index(folder, columns=["jpg.width", "jpg.height"])
+    options: dict[str, Any] = {"size": "bucket", "augment": "flip"}
+    fields = {"image": wt.image(**options), "boxes": wt.boxes("boxes", **options)}
+    buckets: dict[str, Any] = {"buckets": "aspect", "pixels": 80 * 80}
+    shapes, count = set[tuple[int, ...]](), 0
+    with wt.Loader(folder, fields, batch_size=6, num_workers=num_workers, **buckets) as loader:
+        for batch in loader:
+            shapes.add(tuple(batch["image"].shape))
+            for pixels, boxes, labels in rows_of(batch):
+                check_boxes(pixels, boxes, labels)
+                count += len(boxes)
+    assert len(shapes) > 1
+    assert count > 48
+
+
 @pytest.mark.parametrize("augment", [None, "flip"])
 def test_boxes_of_images_in_their_own_size_are_delivered_exactly(
     augment: str | None, tmp_path: Path

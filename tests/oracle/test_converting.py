@@ -341,8 +341,9 @@ def check_kill(
         process.kill()
         process.join()
         check_unfinished(other)
-    is_finished = (other / "index.json").exists() and not (other / ".unfinished").exists()
-    if source.change is not None and not is_finished and rng.random() < 0.4:
+    # Once it is decided what to commit, or an index is in place, the next call finishes that.
+    is_decided = any((other / name).exists() for name in ("index.json", ".unfinished/commit.json"))
+    if source.change is not None and not is_decided and rng.random() < 0.4:
         source.change()
         out, is_changed = out.with_name("changed"), True
         source.convert(str(out), **options)
