@@ -70,6 +70,15 @@ def test_weights_of_few_samples_each_select_other_samples_in_each_epoch(same: in
     assert (abs(counts / epochs - weights) < 5 * error).all()
 
 
+@pytest.mark.parametrize("weights", [[0.4, 1.6], [0.1, 0.7, 1.3, 1.9], [0.5] * 4])
+def test_few_samples_occur_as_often_as_their_weights_say(weights: list[float]) -> None:
+    counts, epochs = np.zeros(len(weights)), 2000
+    for number in range(epochs):
+        made = plan(np.array(weights), epoch=number, batch_size=1)
+        counts += np.bincount(epoch(made), minlength=len(weights))
+    assert abs(counts / epochs - weights).max() < 5 * 0.5 / epochs**0.5
+
+
 def test_rare_classes_are_in_every_part_of_the_epoch() -> None:
     """1 sample in 100 has class 1; with weights it is every second sample, from begin to end."""
     classes = np.arange(5000) % 100 == 0
@@ -78,7 +87,7 @@ def test_rare_classes_are_in_every_part_of_the_epoch() -> None:
     weighted = plan(weights, classes.astype(np.int64), batch_size=50, window=200)
     assert weighted.samples == 5000
     shares = [classes[delivered(weighted, step)].mean() for step in range(weighted.steps)]
-    assert np.mean(shares) == 0.5
+    assert np.mean(shares) == pytest.approx(0.5)
     assert 0.2 < min(shares) <= max(shares) < 0.8
 
 

@@ -90,7 +90,12 @@ class WeightedPlan(Plan):
         del random, turn, fractional
         steps = np.cumsum(rest[order], dtype=np.int64)
         del rest
-        steps += _ONE // 2
+        # The sum begins at a random part of a sample; its rounded end must be that of `_count`.
+        part = int(steps[-1:].sum()) % _ONE
+        low, high = (_ONE - part, _ONE) if part >= _ONE // 2 else (0, _ONE - part)
+        steps += low + int(bits(np.zeros(1, np.int64), "part", self.seed, self.epoch)[0]) % (
+            high - low
+        )
         steps //= _ONE
         whole[order] += np.diff(steps, prepend=0).astype(np.int32)
         return whole
