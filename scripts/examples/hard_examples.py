@@ -33,7 +33,7 @@ def main() -> None:
         "image": wt.image(size=arguments.image_size, augment="rrc+flip"),
         "label": wt.label(),
     }
-    options = {"split": "train", "weights": "loss", "batch_size": arguments.batch_size}
+    options = {"split": "train", "weights": "recorded:loss", "batch_size": arguments.batch_size}
     with wt.Loader(arguments.shards, fields, **options) as loader:
         classes = loader.index.labels[0].classes
         model = torchvision.models.resnet18(num_classes=len(classes)).to(device)

@@ -273,6 +273,40 @@ def test_options_that_boxes_cannot_follow_are_refused(
         wt.boxes(**options)
 
 
+def test_boxes_of_a_named_image_follow_that_image(tmp_path: Path) -> None:
+    boxes = {"boxes": [[70, 50, 110, 70]], "labels": ["a"]}
+    samples = (
+        {
+            "png": np.zeros((40, 60, 3), np.uint8),
+            "left.png": np.zeros((80, 120, 3), np.uint8),
+            "left.boxes.json": boxes,
+        }
+        for _ in range(4)
+    )
+    wt.pack(samples, tmp_path)
+    wt.index(tmp_path, label="left.boxes.json", classes=["a"])
+    assert wt.verify(tmp_path, decode=True).ok
+    assert not any(view.error for view in wt.peek(tmp_path))
+    with wt.Loader(tmp_path, {"boxes": wt.boxes("left.boxes", size=(40, 60))}, batch_size=4) as one:
+        assert next(iter(one))["boxes"].boxes.tolist() == [[35, 25, 55, 35]] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: wt.boxes(min_share="a"), "min_share='a': must be in 0 to 1"),  # type: ignore[arg-type]
+        (lambda _: wt.boxes(classes=["a", "a"]), "must be different names"),
+        (lambda at: wt.index(at, label="png:boxes", classes=["a"]), "png cannot hold boxes"),
+        (lambda at: wt.index(at, label="boxes.json:mask", classes="a,b"), "cannot hold masks"),
+        (lambda at: wt.index(at, label="boxes.json", classes=["a"], ignore=3), "ignore=3 is for"),
+        (lambda at: wt.Loader(at, {"x": wt.label("boxes")}), "Read them with wt.boxes"),
+    ],
+)
+def test_wrong_declarations_of_boxes_are_refused(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(wt.UsageError, match=re.escape(message)):
+        make(packed(tmp_path / "out", drawn(4)))
+
+
 def test_a_shard_without_the_field_is_refused_and_a_loader_describes_its_boxes(
     tmp_path: Path,
 ) -> None:

@@ -191,6 +191,45 @@ def test_masks_have_the_shape_of_their_image(tmp_path: Path) -> None:
             assert torch.equal(batch["mask"], batch["image"][:, 0].long() % 5)
 
 
+@pytest.mark.parametrize("fields", [("a", "b"), ("b", "a")])
+def test_the_image_of_the_bucket_decides_and_not_another_one(
+    tmp_path: Path, fields: tuple[str, ...]
+) -> None:
+    samples = (
+        {
+            "png": np.zeros((50, 100, 3) if number % 2 else (100, 50, 3), np.uint8),
+            "left.png": np.zeros((50, 50, 3) if number % 2 else (25, 25, 3), np.uint8),
+            "mask.png": np.zeros((25, 51) if number % 2 else (51, 25), np.uint8),
+            "__key__": str(number),
+        }
+        for number in range(16)
+    )
+    wt.pack(samples, tmp_path / "set")
+    wt.index(tmp_path / "set", columns=["png.width", "png.height", "left.png.width"])
+    known = {"a": wt.image("png", size="bucket"), "b": wt.image("left.png", size=16)}
+    given = {"mask": wt.mask(size="bucket"), **{n: known[n] for n in fields}}
+    with loader(tmp_path / "set", fields=given, batch_size=4) as batches:
+        for batch in batches:
+            height, width = batch["a"].shape[2:]
+            assert {int(key) % 2 for key in batch["__key__"]} == {int(width > height)}
+            assert batch["mask"].shape[1:] == (height, width)
+
+
+def test_columns_of_sizes_end_with_new_samples_as_a_warning_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "ab":
+        samples = (
+            {"__key__": f"{name}{n}", "png": np.zeros((8, 9, 3), np.uint8)} for n in range(4)
+        )
+        wt.pack(samples, tmp_path, append=name == "b")
+        if name == "a":
+            wt.index(tmp_path, columns=["png.width", "png.height"])
+    assert "--columns png.width,png.height" in caplog.text
+    assert wt.verify(tmp_path).ok
+    assert len(wt.index(tmp_path, columns=["png.width"]).where("png.width == 9")) == 8
+
+
 def test_plan_names_the_shapes_with_their_steps(
     shards: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,5 +266,7 @@ def test_an_index_without_the_sizes_names_the_command_that_adds_them(photos: Pat
     samples = [{"png" if n % 3 else "jpg": np.zeros((64, 64, 3), np.uint8)} for n in range(30)]
     wt.pack(samples, f"{out}-mixed", overwrite=True)
     wt.index(f"{out}-mixed", columns=["jpg.width", "jpg.height"])
-    with pytest.raises(wt.UsageError, match="20 samples have no size, the first of them"):
+    with pytest.raises(wt.UsageError, match=r"--columns jpg\.width,jpg\.height,png\.width,png"):
         loader(f"{out}-mixed")
+    with pytest.raises(wt.UsageError, match="20 samples have no size, the first of them"):
+        loader(f"{out}-mixed", fields={"image": wt.image("jpg", size="bucket")})

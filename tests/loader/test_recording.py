@@ -303,9 +303,38 @@ def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> N
     assert sorted(hard.keys(np.arange(len(hard)))) == sorted(chosen)
     counts = wt.join(packed, table, on="key")
     assert (counts.matched, counts.columns) == (20, dict.fromkeys(("epoch", "times", "loss"), 1))
-    with wt.Loader(packed, FIELDS, where="times > 0", weights="loss", batch_size=4) as loader:
-        list(train(loader, 0))  # `loss` is the joined column, which can be recorded anew
+    options: dict[str, Any] = {"where": "times > 0", "batch_size": 4}
+    with wt.Loader(packed, FIELDS, weights="recorded:loss", **options) as loader:
+        assert [len(list(train(loader, epoch))) for epoch in range(2)] == [5, 5]
         assert wt.join(packed, loader.recorded()).replaced == ["epoch", "times", "loss"]
+    with (
+        wt.Loader(packed, FIELDS, weights="loss", **options) as loader,
+        pytest.raises(wt.UsageError, match=r"is a column of the index.*weights='recorded:loss'"),
+    ):
+        list(train(loader, 0))
+
+
+def test_a_value_of_an_older_epoch_is_not_shown_beside_a_newer_one(tmp_path: Path) -> None:
+    packed = tmp_path / "set"
+    wt.pack(({"__key__": f"s{n}", "cls": n} for n in range(4)), packed)
+    with wt.Loader(packed, batch_size=4) as loader:
+        for batch in loader:
+            loader.record(batch, a=[1] * 4, b=[2] * 4)
+        for batch in loader:
+            loader.record(batch, a=[3] * 4)
+        table = loader.recorded()
+    assert rows_of(table.select(["epoch", "times", "a", "b"])) == [
+        {"epoch": 1, "times": 2, "a": 3, "b": None}
+    ] * len(table)
+
+
+def test_a_table_without_rows_is_refused_by_a_join(tmp_path: Path) -> None:
+    packed = tmp_path / "set"
+    wt.pack(({"__key__": f"s{n}", "cls": n} for n in range(4)), packed)
+    with wt.Loader(packed, batch_size=4) as loader:
+        nothing = loader.recorded()
+    with pytest.raises(wt.UsageError, match="none of 0 keys of the table"):
+        wt.join(packed, nothing)
 
 
 def test_keys_that_occur_in_two_shards_are_named_when_the_table_is_joined(tmp_path: Path) -> None:
@@ -424,7 +453,7 @@ def test_the_plan_of_an_epoch_that_was_begun_stays_and_others_are_refused(shards
         assert len(again) == 5  # the newest epoch can be read again
         assert loader.plan(0).delivery(0, 0, 5).ids.tolist() == first
         for number in (1, 9):
-            with pytest.raises(wt.UsageError, match=f"epoch {number} .* epoch 3"):
+            with pytest.raises(wt.UsageError, match=f"epoch {number} .* newest epoch, 3"):
                 next(loader.epoch(number)) if number == 1 else loader.plan(9)
 
 
@@ -530,6 +559,21 @@ dist.destroy_process_group()
 """
 
 
+SKIPPING = (
+    RANK.split("options =")[0]
+    + """
+with wt.Loader(folder, FIELDS, batch_size=2, weights="loss") as loader:
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            if number or not epoch:
+                loader.record(batch, loss=[1.0] * 2)
+    loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    print(json.dumps([len(list(loader.epoch(2, until=3)))]))
+dist.destroy_process_group()
+"""
+)
+
+
 def run_ranks(world: int, folder: Path, out: Path, *position: Any) -> tuple[list[Any], Any]:
     """Return the keys of each global batch by epoch, in order, and the recorded rows of all ranks."""
     meeting = out.with_name(f"meeting-{world}-{position}".replace(" ", ""))
@@ -544,6 +588,14 @@ def run_ranks(world: int, folder: Path, out: Path, *position: Any) -> tuple[list
         for ranks in zip(*(epochs for epochs, _ in printed), strict=True)
     ]
     return epochs, printed[0][1]
+
+
+def test_a_loop_on_ranks_may_leave_out_a_batch_as_on_one(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [7, 13, 1])
+    words = [2, tmp_path / "meeting", shards, "", "[null, null, null]"]
+    programs = [Program(SKIPPING, rank, *words) for rank in range(2)]
+    ended = [program.end() for program in programs]
+    assert [(rank.status, rank.out.strip()) for rank in ended] == [(0, "[5]")] * 2, ended
 
 
 def test_ranks_draw_the_same_epochs_as_one_and_resume_on_another_number(tmp_path: Path) -> None:

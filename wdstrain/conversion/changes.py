@@ -27,10 +27,11 @@ from wdstrain.conversion.sources.shards import ids_of_keys
 from wdstrain.conversion.sources.table_files import find_files
 from wdstrain.conversion.sources.table_read import open_parquet, read_table
 from wdstrain.conversion.staging import Staging
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.errors import SourceError, UsageError, logger
 from wdstrain.order.rng import U64, bits, key
 from wdstrain.runtime.options import refuse, takes
 from wdstrain.shards.declare import class_counts, with_labels
+from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index
 from wdstrain.shards.index import join as join_indexes
 from wdstrain.shards.joining import JoinCounts, as_cells, joined
@@ -127,6 +128,15 @@ def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Inde
     """
     check_keys(former, new.keys(np.arange(len(new))), out)
     _check_fields(former, new, out)
+    if sizes := [
+        column.name for column in former.columns if column.entry and is_image(column.field)
+    ]:
+        logger.warning(
+            "the columns %s are left out, as the new samples have none. To make them again: "
+            "wdstrain index %s --columns %s",
+            *(", ".join(sizes), out, ",".join(sizes)),
+        )
+        former = former.with_columns([c for c in former.columns if c.name not in sizes])
     columns = {column.place: column for column in former.columns}
     # Without a column the set may still have values in its bytes, and nulls would hide them.
     known = [column for column in new.columns if column.place in columns]

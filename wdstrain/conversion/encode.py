@@ -36,7 +36,7 @@ from PIL import Image, ImageOps
 
 from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
-from wdstrain.decode.boxes import fitted
+from wdstrain.decode.boxes import boxes, fitted
 from wdstrain.decode.codecs import decode_image, resize
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.shards.declare import is_boxes, is_mask
@@ -274,7 +274,7 @@ class Recipe:
             for mask in masks:
                 check_mask(mask, photo)
             parts = [
-                (name, fitted(data, photo[1], self._smaller) if is_boxes(name) else data)
+                (name, self._fitted(name, data, parts, photo) if is_boxes(name) else data)
                 for name, data in parts
             ]
         if not self.changes and self.check != "decode":
@@ -298,6 +298,10 @@ class Recipe:
                 return self._encoded(field, data)
             decode_image(data)
             return field, data if photo is None or is_jpeg else self._map(field, data, photo)
+
+    def _fitted(self, field: str, data: bytes, parts: Sequence[Part], photo: Part) -> bytes:
+        """Return boxes as they fit the image that they belong to, once that is resized."""
+        return fitted(data, boxes(field).picture_in(dict(parts)) or photo[1], self._smaller)
 
     def _map(self, field: str, data: bytes, photo: Part) -> bytes:
         """Return an image of values, such as classes, in the size that its photo will have.

@@ -30,6 +30,7 @@ from wdstrain.decode.crops import RATIO, SCALE
 from wdstrain.decode.transforms import Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.runtime.cached import cached_property
+from wdstrain.runtime.options import is_number
 from wdstrain.shards.formats import EXTENSIONS, header_of
 from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import Array, parsed_json
@@ -134,14 +135,19 @@ class Boxes:
 
     def check(self, sample: Mapping[str, bytes]) -> None:
         """Raise SampleError for boxes beyond their image, and for unknown classes."""
-        member = fitted(sample[self.names[0]], self.picture_in(sample) or b"")
+        picture = self.picture_in(sample)
+        if picture is None:
+            raise SampleError(f"it has no image for its boxes ({', '.join(self.image.names)})")
+        member = fitted(sample[self.names[0]], picture)
         list(map(self.number, parsed_boxes(member)[1]))
 
     def number(self, label: Any) -> int:
         """Return the delivered number of a stored class. Raises SampleError if it is none."""
-        number = self._numbers.get(label) if self.classes else label
+        known = self._numbers if isinstance(label, (str, int)) else dict[Any, int | None]()
+        number = known.get(label) if self.classes else label
         if not isinstance(number, int) or number < 0:
-            raise SampleError(f"{label!r:.80} is none of the {len(self.classes)} classes")
+            hint = "" if self.classes else ". Name them: wdstrain index FOLDER --label boxes.json"
+            raise SampleError(f"{label!r:.80} is none of the {len(self.classes)} classes{hint}")
         return number
 
     @cached_property
@@ -179,7 +185,7 @@ def boxes(
     crop_pct: float = 1.0,
     classes: tuple[str, ...] | list[str] = (),
     min_share: float = _MIN_SHARE,
-    image: str = ";".join(EXTENSIONS),
+    image: str | None = None,
 ) -> Boxes:
     """Return a field of boxes of objects, for detectors.
 
@@ -195,19 +201,25 @@ def boxes(
     classes: names in the order of the delivered numbers; default: those that the index names.
     min_share: boxes are clipped to the image. A box of which less than this share of its area or
     less than a pixel in width or height remains is left out.
-    image: tar fields of the image, as for `wt.image`. It is read even if only boxes are wanted.
+    image: tar fields of the image, as for `wt.image`; default: every supported image format, for
+    `left.boxes` left.jpg and so on. It is read even if only boxes are wanted.
 
         size, augment = 512, "rrc+flip"
         fields = {"image": wt.image(size=size, augment=augment), "boxes": wt.boxes(size=size, augment=augment)}
         targets = batch["boxes"].targets(first_class=1)
     """
+    members = tuple(f"{name.removesuffix('.json')}.json" for name in fields.field_names(names))
+    before = members[0].removesuffix("boxes.json")
+    if image is None:
+        image = ";".join(f"{before}{extension}" for extension in EXTENSIONS)
     like = fields.image(
         image, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct
     )
     fields.check_can_follow(like, "boxes")
-    if not 0 <= min_share <= 1:
+    if not (is_number(min_share) and 0 <= min_share <= 1):
         raise UsageError("must be in 0 to 1.", option="min_share", value=min_share)
-    members = tuple(f"{name.removesuffix('.json')}.json" for name in fields.field_names(names))
+    if len({*classes}) < len(classes):
+        raise UsageError("must be different names.", option="classes", value=classes)
     return Boxes(members, like, min_share, tuple(classes))
 
 

@@ -125,14 +125,21 @@ class Decoder:
     # --- fields -----------------------------------------------------------------------------------
 
     def _sized_fields(self, batch: ReadBatch) -> dict[str, Field]:
-        """Return the fields of size="bucket" with the size that all images of a batch get."""
-        sized = dict[str, Field]()
+        """Return the fields of size="bucket" with the size that all images of a batch get.
+
+        The first image decides for all fields, as it does for the buckets.
+        """
+        sized, fields = dict[str, Field](), (self.fields or {}).values()
+        own = [field.image if isinstance(field, Boxes) else field for field in fields]
+        images = [field for field in own if isinstance(field, (Image, Mask)) and field.sizes]
+        if not images:
+            return sized
+        size = self._size_of(batch, min(images, key=lambda field: isinstance(field, Mask)))
         for name, field in (self.fields or {}).items():
             if isinstance(field, (Image, Mask)) and field.sizes:
-                sized[name] = replace(field, size=self._size_of(batch, field), sizes=None)
+                sized[name] = replace(field, size=size, sizes=None)
             elif isinstance(field, Boxes) and field.image.sizes:
-                image = replace(field.image, size=self._size_of(batch, field.image), sizes=None)
-                sized[name] = replace(field, image=image)
+                sized[name] = replace(field, image=replace(field.image, size=size, sizes=None))
         return sized
 
     def _size_of(self, batch: ReadBatch, field: Image | Mask) -> Size:

@@ -195,10 +195,12 @@ def with_classes(field: Field, index: Index | None) -> Field:
         _check_texts(field)
         return replace(field, names=tuple(map(str.lower, field.names)))
     infos = [info for name in field.names if (info := _info(index, field, name)) is not None]
-    if any(info.kind == "mask" for info in infos):
-        raise UsageError(
-            f"{field.names[0]} holds masks.", f"Read them with wt.mask({infos[0].field!r})."
-        )
+    for info in infos:
+        if info.kind in ("mask", "boxes"):
+            held = "masks" if info.kind == "mask" else "boxes"
+            raise UsageError(
+                f"{field.names[0]} holds {held}.", f"Read them with wt.{info.kind}({info.field!r})."
+            )
     places = [info.place for info in infos] or [(field.names[0].lower(), field.entry)]
     names = tuple(name for name, entry in dict.fromkeys(places) if entry == places[0][1])
     field = replace(field, names=names, entry=places[0][1], is_bound=True)

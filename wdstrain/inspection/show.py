@@ -128,7 +128,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
     notes, total = list[str](), len(index)
     if by_class:
-        labels = [label for label in labels if label.kind not in ("number", "mask")]
+        labels = [label for label in labels if label.kind not in ("number", "mask", "boxes")]
         index = with_values(index, labels[:1], _MAX_LABELS)
         lines, how = _by_class(index, options, labels)
         if len(index) < total:

@@ -95,24 +95,26 @@ def sized(field: Field, bucketing: Bucketing | None) -> Any:
 
 def _shapes(index: Index, fields: Mapping[str, Field]) -> npt.NDArray[np.float64]:
     """Return width / height of the image of each sample, from the columns of the index."""
-    images = (field.names for field in fields.values() if isinstance(field, Image))
-    places, sides = {column.place: column for column in index.columns}, list[pa.Array]()
-    for side in SIDES:
-        named = [(name, side) for name in next(images, EXTENSIONS) if (name, side) in places]
-        if not named:
-            raise UsageError(
-                "the sizes of the images are no columns of this index yet.",
-                "Run for example: wdstrain index FOLDER --columns jpg.width,jpg.height",
-                option="buckets",
-                value="aspect",
-            )
-        sides.append(pc.coalesce(*(places[place].values for place in named)))
+    own = [field.image if isinstance(field, Boxes) else field for field in fields.values()]
+    images = [field for field in own if isinstance(field, Image)]
+    images.sort(key=lambda image: image.sizes is None)  # those of size="bucket" first
+    names = [name for name in (images[0].names if images else EXTENSIONS) if name in index.fields]
+    places = {column.place: column for column in index.columns}
+    wanted = [f"{name}.{side}" for name in names for side in SIDES]
+    if not wanted or not {(name, side) for name in names for side in SIDES} <= places.keys():
+        raise UsageError(
+            "the sizes of the images are no columns of this index yet.",
+            f"Run: wdstrain index FOLDER --columns {','.join(wanted) or 'jpg.width,jpg.height'}",
+            option="buckets",
+            value="aspect",
+        )
+    # A sample is read from the first of these fields that it has.
+    sides = [pc.coalesce(*(places[name, side].values for name in names)) for side in SIDES]
     unknown = np.flatnonzero(pc.is_null(pc.add(*sides))).tolist()
     if unknown:
         raise UsageError(
             f"{len(unknown)} samples have no size, the first of them {index.key(unknown[0])!r}.",
-            "Run wdstrain index with the width and height of each kind of image, such as png.width, "
-            "or leave them out with {where}.",
+            "Leave them out with {where}.",
             {"where": ...},
             option="buckets",
             value="aspect",

@@ -20,7 +20,7 @@ from wdstrain.decode.labels import reader_of, with_classes
 from wdstrain.errors import UsageError, logger
 from wdstrain.loader.buckets import bucketing
 from wdstrain.loader.options import LoaderOptions
-from wdstrain.loader.recording import Recording
+from wdstrain.loader.recording import RECORDED, Recording
 from wdstrain.order.buckets import Buckets
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.order import Order
@@ -80,7 +80,11 @@ class EpochPlans:
             index = open_shards(source, options.split, may_be_short=options.on_error != "raise")
         self.index, self.weighting = _choose(index, options.where, options.weights, options.balance)
         self.recording = recording or Recording(
-            self.index, self.weighting, options.rank, options.world_size
+            self.index,
+            self.weighting.removeprefix(RECORDED) if isinstance(self.weighting, str) else None,
+            options.weights,
+            options.rank,
+            options.world_size,
         )
         self.source = source if isinstance(source, MixedSources) else self.index
         self.bucketing = None if options.buckets is None else bucketing(self.index, options)
@@ -176,9 +180,7 @@ class EpochPlans:
         }
         if self.weighting is not None:
             is_recorded = isinstance(self.weighting, str)
-            values["weights"] = (
-                f"recorded {self.weighting}" if is_recorded else _fingerprint(*self.weighting)
-            )
+            values["weights"] = self.weighting if is_recorded else _fingerprint(*self.weighting)
         if self.bucketing is not None:
             values["buckets"] = _fingerprint(self.bucketing.codes, self.bucketing.per_lane)
         if isinstance(self.source, MixedSources):
@@ -268,12 +270,9 @@ def _choose(
     if weights is None or isinstance(weights, Weighting):  # a copy of a loader passes its own
         return selection, weights
     if isinstance(weights, str):
-        if (
-            can_join(index, weights)
-            and weights.isidentifier()
-            and column_named(index, weights) is None
-        ):
-            return selection, weights
+        is_name = can_join(index, weights) and weights.isidentifier()
+        if weights.startswith(RECORDED) or (is_name and column_named(index, weights) is None):
+            return selection, f"{RECORDED}{weights.removeprefix(RECORDED)}"
         values = _column(selection, weights)
     else:
         values = _array(index, weights)

@@ -35,6 +35,7 @@ from wdstrain.shards.joining import can_join
 _NONE = np.array(
     (-1, 0, 0, 0), [("epoch", "<i4"), ("count", "<i4"), ("times", "<i4"), ("total", "<f8")]
 )
+RECORDED = "recorded:"  # begins the name of recorded values, where a column has it, too
 _TABLE = ("epoch", "times")  # columns of the table beside the recorded ones
 # Share of the former values in the smoothed value of a sample, and share of the mean weight that
 # every sample has.
@@ -46,15 +47,18 @@ NOTHING = {"epoch": 0, "newest": 0, "smoothed": "eJwDAAAAAAE=", "columns": {}}
 class Recording:
     """Recorded values of the samples of a loader.
 
-    name: of the column that weighs the samples; None: none does.
+    name: of the values that weigh the samples; None: none do.
     """
 
-    def __init__(self, index: Index, weighting: object, rank: int, world_size: int) -> None:
-        """weighting: the name of the column, if it is a text."""
-        self.name = weighting if isinstance(weighting, str) else None
+    def __init__(
+        self, index: Index, name: str | None, weights: Any, rank: int, world_size: int
+    ) -> None:
+        """weights: the option of the loader."""
+        self.name, self._weights = name, weights
         self._samples, self._known = len(index), [column.name for column in index.columns]
         self._rank, self._world_size = rank, world_size
         self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._is_recorded = False  # whether the loop ever recorded what weighs the samples
         self._newest = self._epoch = 0  # epochs: the last that has values, and that was begun
         # By sample, what the weights of `_epoch` are made of; NaN: nothing.
         self._smoothed = np.full(self._samples if self.name else 0, np.nan, np.float32)
@@ -71,7 +75,8 @@ class Recording:
         values: Mapping[str, Any],
     ) -> None:
         """Keep values of a batch; see `Loader.record`. delivered: the batch delivered last."""
-        keys = batch.get("__key__", ()) if isinstance(batch, Mapping) else ()
+        keys = batch.get("__key__") if isinstance(batch, Mapping) else None
+        keys = keys if isinstance(keys, (list, tuple)) else ()
         for is_wrong, problem, hint in (
             (
                 delivered is None or list(keys) != delivered.values["__key__"],
@@ -96,6 +101,7 @@ class Recording:
         rows = np.flatnonzero(delivered.own & delivered.valid)
         checked = [self._checked(index, delivered, rows, *pair) for pair in values.items()]
         self._delivered, self._newest = delivered, epoch
+        self._is_recorded |= self.name in values
         for name, numbers in zip(values, checked, strict=True):
             new = {"epoch": epoch, "count": 1, "times": 1, "total": numbers}
             self._add(self._columns, name, delivered.ids[rows], new)
@@ -110,6 +116,12 @@ class Recording:
                 f"values cannot be recorded as {name!r}: the table of values, the samples or the "
                 "index use this name, or it means an entry of a field.",
                 "Give them another name.",
+            )
+        if self.name is None and isinstance(self._weights, str) and name == self._weights:
+            raise UsageError(
+                "{weights} is a column of the index, and recorded values would not change it.",
+                f"To draw from what is recorded, use weights='{RECORDED}{name}'.",
+                {"weights": name},
             )
         try:
             numbers = np.asarray(
@@ -167,7 +179,10 @@ class Recording:
         """Return the values of all ranks; see `Loader.recorded`. Collective."""
         columns, none = self._shared(), np.zeros(self._samples, np.int32)
         newest = {n: np.max([none, *(c[n] for c in columns.values())], axis=0) for n in _TABLE}
-        means = {n: pa.array(_means(c), mask=c["count"] == 0) for n, c in columns.items()}
+        means = {
+            n: pa.array(_means(c), mask=(c["count"] == 0) | (c["epoch"] != newest["epoch"]))
+            for n, c in columns.items()
+        }
         return pa.table({"key": index.batch().column(0), **newest, **means}).filter(
             pa.array(newest["times"] > 0)
         )
@@ -205,7 +220,7 @@ class Recording:
         if epoch not in (0, self._epoch):
             raise UsageError(
                 f"epoch {epoch} is drawn from the values that are recorded when it begins. Known are "
-                f"the orders of epoch 0 and of epoch {self._epoch}, the newest one."
+                f"the orders of epoch 0 and of the newest epoch, {self._epoch}."
             )
         is_known = np.isfinite(self._smoothed) & (epoch == self._epoch)
         # Numbers are added one after another, so that the sum is the same on every machine.
@@ -224,7 +239,7 @@ class Recording:
 
     def check(self) -> None:
         """Raise UsageError if nothing was recorded of the column that weighs the samples."""
-        if self.name is not None and self.name not in self._columns:
+        if self.name is not None and not self._is_recorded:
             raise UsageError(
                 "nothing was recorded under this name for the batch before, and the index has no "
                 f"such column; its columns are {', '.join(self._known) or '(none)'}.",
@@ -255,6 +270,7 @@ class Recording:
             self._epoch, self._newest = int(state["epoch"]), int(state["newest"])
         except Exception as error:  # of types, base64 and zlib
             raise UsageError("this state holds no recorded values of these samples.") from error
+        self._is_recorded = self.name in columns
         self._columns, self._smoothed = {} if self._rank else columns, smoothed
 
 

@@ -229,12 +229,17 @@ def with_label(
     head, _, kind = name.rpartition(":")
     head, kind = (head, kind) if head and kind in _LABELS else (name, "")
     place = _place(index, head)
-    if kind in ("mask", "boxes") or is_mask(head) or is_boxes(head):
-        return with_field_label(index, head, classes or (), ignored)
-    if ignored is not None:
+    if kind in ("mask", "boxes") and (kind == "boxes") != is_boxes(head):
+        raise UsageError(
+            f"{head} cannot hold {'boxes' if kind == 'boxes' else 'masks'}.",
+            "Boxes lie in boxes.json or NAME.boxes.json, masks in an image.",
+        )
+    if ignored is not None and (is_boxes(head) or not (kind == "mask" or is_mask(head))):
         raise UsageError(
             "{ignore} is for masks.", f"Leave it out of the label {name}.", {"ignore": ignored}
         )
+    if kind == "mask" or is_mask(head) or is_boxes(head):
+        return with_field_label(index, head, classes or (), ignored)
     column = _raw(index, [place])[0]
     kind = kind or _kind(column, classes)
     if kind == "number" and classes is not None:

@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from wdstrain.errors import SampleError
 
@@ -109,4 +109,6 @@ def header_of(data: bytes | memoryview) -> Header:
             width, height = image.size
             return Header((height, width) if tag in _TRANSPOSED else image.size, image.size, tag)
     except Exception as error:  # Pillow's plugins raise errors of any type
-        raise SampleError(f"its header cannot be read ({error})") from error
+        is_unknown = isinstance(error, UnidentifiedImageError)  # its text has an address in memory
+        reason = "no known format" if is_unknown else error
+        raise SampleError(f"the header of its image cannot be read ({reason})") from error

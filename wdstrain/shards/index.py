@@ -216,10 +216,11 @@ class Index:
         """Return the index of only these samples. ids: int64[k], ascending and different.
 
         Shards without a chosen sample are left out, so they are never read. Raises UsageError for
-        ids in another order.
+        other ids.
         """
-        if np.any(np.diff(ids) <= 0):
-            raise UsageError("the ids of samples must be ascending and different.")
+        ids = np.asarray(ids)
+        if (ids[1:] <= ids[:-1]).any() or (ids[:1] < 0).any() or (ids[-1:] >= len(self)).any():
+            raise UsageError(f"ids of samples must be ascending, different and below {len(self)}.")
         counts = np.bincount(self.shard_of(ids), minlength=len(self.shards))
         kept = np.flatnonzero(counts).tolist()
         return replace(

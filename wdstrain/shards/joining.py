@@ -182,7 +182,7 @@ def _as_keys(values: Any, on: str) -> pa.Array:
         )
     texts = values.cast(pa.string()) if pa.types.is_integer(values.type) else values
     return (
-        pa.chunked_array([*getattr(texts, "chunks", [texts])])
+        pa.chunked_array([*getattr(texts, "chunks", [texts])], texts.type)
         .cast(pa.large_binary())
         .combine_chunks()
     )

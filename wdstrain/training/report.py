@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.compute as pc
 
+from wdstrain.errors import WdstrainError
 from wdstrain.report import charts, pages
 from wdstrain.report.charts import Line
 from wdstrain.report.printing import counted
@@ -331,11 +333,12 @@ def _hardest(run: Run, recorded: Any) -> str:
     if name is not None:
         keys, wanted = run.train_set.offsets.rows.column(0), hard["key"].cast("large_binary")
         few = run.train_set.take(np.flatnonzero(pc.is_in(keys, value_set=wanted)))
-        batch = few_samples(few, {name: run.val_fields[name]}, run.config, _HARDEST)
-        pictures = {
-            key: pages.picture(image.permute(1, 2, 0).numpy())
-            for key, image in zip(batch["__key__"], batch[name], strict=True)
-        }
+        with suppress(WdstrainError):  # of pictures that cannot be read
+            batch = few_samples(few, {name: run.val_fields[name]}, run.config, _HARDEST)
+            pictures = {
+                key: pages.picture(image.permute(1, 2, 0).numpy())
+                for key, image in zip(batch["__key__"], batch[name], strict=True)
+            }
     figures = (
         f"<figure>{pictures.get(row['key'], '')}<figcaption>loss {row['loss']:.4g}, "
         f'shown {counted(row["times"], "time")}<div class="key">{escape(str(row["key"]))}</div>'

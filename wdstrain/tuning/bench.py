@@ -219,7 +219,8 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
     fields: dict[str, Field] = {name: array_field(name) for name in arrays}
     if plain:
         fields = {"image": image_field(";".join(plain), size=size, augment=augment)}
-    return fields | {f"label {label.name}": field_of(label) for label in index.labels}
+    values = [label for label in index.labels if label.has_column]  # neither masks nor boxes
+    return fields | {f"label {label.name}": field_of(label) for label in values}
 
 
 @dataclass(frozen=True)

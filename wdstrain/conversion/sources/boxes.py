@@ -122,7 +122,7 @@ def _boxes_in(
 ) -> list[tuple[list[float], str]]:
     """Return the boxes of a file of labels. Raises UsageError for a line of another form."""
     boxes, path = [], Path(root, text)
-    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8-sig", "replace").splitlines(), 1):
         if line.strip():
             match = _LINE.fullmatch(line)
             x, y, width, height = map(float, match[2].split()) if match else (0.0, 0.0, 0.0, 0.0)
@@ -152,10 +152,12 @@ def _classes_in(root: str) -> list[str]:
         )
     try:
         names = (
-            path.read_text("utf-8").splitlines()
+            [line.strip() for line in path.read_text("utf-8-sig").strip().splitlines()]
             if path.suffix == ".txt"
             else yaml.safe_load(path.read_bytes())["names"]
         )
+        if not isinstance(names, (list, dict)) or "" in names:
+            raise ValueError("no list of names")
         return [str(names[number]) for number in range(len(names))]
     except (yaml.YAMLError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
@@ -173,7 +175,7 @@ def _source(
     root: str,
 ) -> Source:
     """Return images with their boxes as a source."""
-    label = boxes_label("boxes.json", classes)
+    label, ignored = boxes_label("boxes.json", classes), Counter(ignored)
 
     def samples() -> Iterator[Sample | BadSample]:
         keys = Keys()
@@ -196,7 +198,12 @@ def _source(
             except (OSError, WdstrainError) as error:
                 yield BadSample(name, 0, path, str(error))
             else:
-                document = {"boxes": corners.round(3).tolist(), "labels": [own for _, own in boxes]}
+                corners = corners.round(3)
+                has_area = (corners[:, 2:] > corners[:, :2]).all(1)  # also after the rounding
+                if not has_area.all():
+                    ignored["boxes without an area"] += int((~has_area).sum())
+                labels = [own for (_, own), is_kept in zip(boxes, has_area, strict=True) if is_kept]
+                document = {"boxes": corners[has_area].tolist(), "labels": labels}
                 parts = [(field, path), ("boxes.json", json.dumps(document).encode())]
                 key = keys.key(stem)
                 yield Sample(key, parts, split, name=stem if key != stem else "")
