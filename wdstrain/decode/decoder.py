@@ -125,22 +125,12 @@ class Decoder:
     # --- fields -----------------------------------------------------------------------------------
 
     def _sized_fields(self, batch: ReadBatch) -> dict[str, Field]:
-        """Return the fields of size="bucket" with the size that all images of a batch get.
-
-        The first image decides for all fields, as it does for the buckets.
-        """
-        sized, fields = dict[str, Field](), (self.fields or {}).values()
-        own = [field.image if isinstance(field, Boxes) else field for field in fields]
+        """Return fields of size="bucket" with that of a batch, which its first image decides."""
+        fields = self.fields or {}
+        own = [field.image if isinstance(field, Boxes) else field for field in fields.values()]
         images = [field for field in own if isinstance(field, (Image, Mask)) and field.sizes]
-        if not images:
-            return sized
-        size = self._size_of(batch, min(images, key=lambda field: isinstance(field, Mask)))
-        for name, field in (self.fields or {}).items():
-            if isinstance(field, (Image, Mask)) and field.sizes:
-                sized[name] = replace(field, size=size, sizes=None)
-            elif isinstance(field, Boxes) and field.image.sizes:
-                sized[name] = replace(field, image=replace(field.image, size=size, sizes=None))
-        return sized
+        first = min(images, key=lambda field: isinstance(field, Mask), default=None)
+        return {} if first is None else _with_size(fields, self._size_of(batch, first))
 
     def _size_of(self, batch: ReadBatch, field: Image | Mask) -> Size:
         """Return the size of the bucket of a batch, by the first image with an intact header."""
@@ -296,6 +286,17 @@ class Decoder:
                 f"transform returned {type(example).__name__}; an example must be a dict of values "
                 "by name, or a value that your own collate_fn takes"
             )
+
+
+def _with_size(fields: Mapping[str, Field], size: Size) -> dict[str, Field]:
+    """Return those of the fields that have the size of their bucket, with this size."""
+    sized = dict[str, Field]()
+    for name, field in fields.items():
+        if isinstance(field, (Image, Mask)) and field.sizes:
+            sized[name] = replace(field, size=size, sizes=None)
+        elif isinstance(field, Boxes) and field.image.sizes:
+            sized[name] = replace(field, image=replace(field.image, size=size, sizes=None))
+    return sized
 
 
 def _checked(value: Any) -> Any:

@@ -108,11 +108,8 @@ class Index:
         return replace(self, offsets=Offsets.of_arrays(self.fields, arrays, columns))
 
     def __repr__(self) -> str:
-        names = {
-            "splits": self.splits,
-            "fields": self.fields,
-            "labels": [c.name for c in self.labels],
-        }
+        labels = [label.name for label in self.labels]
+        names = {"splits": self.splits, "fields": self.fields, "labels": labels}
         shown = [f"{title} {', '.join(words)}" for title, words in names.items() if any(words)]
         counts = f"{counted(len(self), 'sample')}, {counted(len(self.shards), 'shard')}"
         return printable(f"Index({'; '.join([f'{counts}, {self.megabytes:.1f} MB', *shown])})")
@@ -213,10 +210,9 @@ class Index:
         )
 
     def take(self, ids: Ints) -> Index:
-        """Return the index of only these samples. ids: int64[k], ascending and different.
+        """Return the index of only these samples. ids: int64[k], ascending; others raise UsageError.
 
-        Shards without a chosen sample are left out, so they are never read. Raises UsageError for
-        other ids.
+        Shards without a chosen sample are left out, so they are never read.
         """
         ids = np.asarray(ids)
         if (ids[1:] <= ids[:-1]).any() or (ids[:1] < 0).any() or (ids[-1:] >= len(self)).any():
@@ -292,15 +288,7 @@ class Index:
         names of those to read; None: all. Raises ShardError for a shard that has changed and for
         bytes with another crc32 than the index says, StorageError for a shard that cannot be read.
         """
-        numbers = np.asarray(ids, np.int64)
-        edges = np.flatnonzero(np.diff(self.shard_of(numbers))) + 1
-        for part in np.split(numbers, edges) if len(numbers) else ():
-            shard, members = self.shard_with(int(part[0])), self.offsets.members_of(part, fields)
-            with open_source(shard.path, shard.bytes, expected_state(self, shard)) as source:
-                verified = _verified(self, shard, part, members, source)
-                counts = np.diff(members.first).tolist()
-                for number, count in zip(part.tolist(), counts, strict=True):
-                    yield number, dict(islice(verified, count))
+        return _read(self, np.asarray(ids, np.int64), fields)
 
     # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
     __iter__: ClassVar[None] = None
@@ -324,8 +312,8 @@ class Index:
     def words(self, attribute: str) -> pa.DictionaryArray:
         """Return the name, or another attribute, of the shard of each sample."""
         words = pa.array([utf8_text(getattr(s, attribute)) for s in self.shards], pa.string())
-        places = np.repeat(np.arange(len(self.shards), dtype=np.int32), self.counts)
-        return words.dictionary_encode().take(pa.array(places))
+        places = pa.array(np.repeat(np.arange(len(self.shards), dtype=np.int32), self.counts))
+        return words.dictionary_encode().take(places)
 
     def to_pandas(self) -> Any:
         """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""
@@ -370,6 +358,20 @@ def join(parts: Sequence[Index]) -> Index:
         differing=before | differing,
         is_selection=any(part.is_selection for part in parts),
     )
+
+
+def _read(
+    index: Index, numbers: Ints, fields: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield the fields of samples, shard by shard; see `Index.read`."""
+    edges = np.flatnonzero(np.diff(index.shard_of(numbers))) + 1
+    for part in np.split(numbers, edges) if len(numbers) else ():
+        shard, members = index.shard_with(int(part[0])), index.offsets.members_of(part, fields)
+        with open_source(shard.path, shard.bytes, expected_state(index, shard)) as source:
+            verified = _verified(index, shard, part, members, source)
+            counts = np.diff(members.first).tolist()
+            for number, count in zip(part.tolist(), counts, strict=True):
+                yield number, dict(islice(verified, count))
 
 
 def _verified(
