@@ -59,7 +59,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "declared": (True, True, False),  # whether the index names the labels
     "label_field": (False, False, True),  # whether an entry of fields= names the label
     "input": ("image", "image", "image field", "vector", "both", "own field", "random field"),
-    "dtype": ("float32", "float64", "uint8", "float16", "uint16", "int64", "bool"),
+    "dtype": ("float32", "float64", "uint8", "float16", "uint16", "int32", "bool"),
     "net": ("batch_norm", "layer_norm", "dropout", "dense"),
     "model": ("function", "module", "name"),
     "weights": (None, None, None, "start.pt"),
@@ -179,6 +179,7 @@ def is_valid(drawn: Drawn) -> bool:
             "rrc" in (drawn.augment or "") or (drawn.scale, drawn.ratio) == (SCALE, RATIO),
             "mask" not in kinds or drawn.augment != "trivialaugment",
             is_image or drawn.input == "both" or drawn.crop_pct == 1,
+            "mask" not in kinds or drawn.crop_pct == 1,  # metrics of the model are of whole masks
             not drawn.grad_checkpointing or drawn.net in ("layer_norm", "dropout"),
             mixes or (drawn.mixup_prob == 1 and drawn.mixup_off_epoch is None),
             not callable(drawn.criterion) or kinds == ["number"],
