@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -175,15 +176,16 @@ def test_a_closed_queue_ignores_the_request_to_end(context: Any) -> None:
 
 
 def open_files() -> set[str]:
-    """Return what the descriptors of this process refer to; pipes have numbers."""
+    """Return the descriptors of this process, and what they refer to."""
     targets = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the folder itself is already closed
-            targets.add(os.readlink(f"/proc/self/fd/{name}"))
+            targets.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     return targets
 
 
 def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
+    gc.collect()  # what is dropped already must not end meanwhile
     files = open_files()
     queue, memory = context.Queue(), MessageMemory()
     queue.put(memory.write(0, "message"))
