@@ -176,7 +176,7 @@ def test_a_closed_queue_ignores_the_request_to_end(context: Any) -> None:
 
 
 def open_files() -> set[str]:
-    """Return the descriptors of this process, and what they refer to."""
+    """Return each open descriptor of this process with the name of its file."""
     targets = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the folder itself is already closed
@@ -185,7 +185,7 @@ def open_files() -> set[str]:
 
 
 def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
-    gc.collect()  # what is dropped already must not end meanwhile
+    gc.collect()  # else descriptors of an earlier test could close between the two calls
     files = open_files()
     queue, memory = context.Queue(), MessageMemory()
     queue.put(memory.write(0, "message"))

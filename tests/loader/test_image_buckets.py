@@ -98,6 +98,19 @@ def test_the_size_of_an_image_is_a_number_of_a_batch_without_a_column(photos: Pa
     assert len(wt.open(f"{out}-wide")) == sum(width > 80 for width, _ in sizes.values())
 
 
+def test_an_entry_of_json_is_never_taken_for_the_size_of_an_image(tmp_path: Path) -> None:
+    samples = (
+        {"__key__": str(n), "png": np.zeros((8, 9, 3), np.uint8), "json": {"png.width": n}}
+        for n in range(4)
+    )
+    wt.pack(samples, tmp_path, shuffle=False)
+    field = {"n": wt.number("json.png.width")}
+    with wt.Loader(tmp_path, field, batch_size=4, shuffle=False) as loader:
+        assert next(iter(loader))["n"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(wt.UsageError, match=r"json\.png\.width is a column called 'png\.width'"):
+        wt.index(tmp_path, columns=["png.width", "png.height"])
+
+
 # --- buckets --------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """`Loader.record` and `Loader.recorded`, and epochs whose weights are recorded values.
 
-A model in plain Python follows what is recorded: the mean of a sample in its newest epoch, and the
-weights of the next epoch. It shares no code with the package.
+A model in plain Python keeps the mean of each sample in its newest epoch, and computes the weights
+of the next epoch. It shares no code with the package.
 """
 
 from __future__ import annotations

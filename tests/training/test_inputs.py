@@ -1,4 +1,4 @@
-"""Inputs given by the user, labels among the fields, and what is refused.
+"""Inputs that the user gives, labels that are fields, and errors of both.
 
 tests/oracle/test_training.py draws images, arrays, both, and fields of the user's.
 """

@@ -248,9 +248,9 @@ def image(
     format. Without it, a list of b tensors uint8[3, height, width], as large as stored.
 
     names: tar fields to look for, separated by ";"; default: every supported image format.
-    size: side in pixels, or (height, width), or "bucket": the size of the bucket of a
-    `Loader(buckets="aspect", pixels=...)`, which each batch has its own of. The largest region in the center with this aspect
-    ratio is resized (bilinear, with anti-aliasing), unless `augment` contains "rrc".
+    size: side in pixels, or (height, width). "bucket": each batch has the size of its bucket, see
+    `Loader(buckets="aspect", pixels=...)`. The largest region in the center with this aspect ratio
+    is resized (bilinear, with anti-aliasing), unless `augment` contains "rrc".
     augment: "rrc" (random resized crop), "flip" (left-right, with probability 0.5),
     "trivialaugment", "randaugment"; joined by "+", such as "rrc+flip". The result depends on the
     loader's seed, the epoch and the sample alone.
@@ -285,7 +285,7 @@ def sides(size: Any) -> tuple[int, int] | None:
         isinstance(side, (int, np.integer)) and side >= 1 for side in pair
     ):
         raise UsageError(
-            'must be a side in pixels >= 1, a tuple (height, width), or "bucket".',
+            "must be a side in pixels >= 1, or a tuple (height, width).",
             option="size",
             value=size,
         )

@@ -69,11 +69,12 @@ class Loader:
     weights         how often each sample occurs in an epoch: a number >= 0 for each sample of the
                     index, or the name of a column of numbers. 1.5 means once or twice. The rounded
                     sum is the size of the epoch. Each occurrence is augmented anew.
-                    A name that the index lacks is a value >= 0 that the loop records, as by
-                    `record(batch, loss=losses)`. Epoch 0 has each sample once. Each later epoch has
-                    as many samples, of weight 0.1 + 0.9 * s / mean(s). s is half of the value in the
-                    epoch before plus half of the former s; a sample without a finite value has the
-                    mean. Reading ahead stops at the end of an epoch; ranks share their values
+                    "recorded:loss", or "loss" if no column has this name: values >= 0 that the loop
+                    records by `record(batch, loss=losses)`. Epoch 0 has each sample once. Each later
+                    epoch has as many samples, of weight 0.1 + 0.9 * s / mean(s). s is half of the
+                    value in the epoch before plus half of the former s; a sample without a finite
+                    value has the mean. Reading ahead stops at the end of an epoch; ranks share
+                    their values
     balance         column such as "label": each of its values occurs equally often, together as
                     often as there are samples
     batch_size      samples of a batch on this rank

@@ -120,7 +120,7 @@ class Recording:
         if self.name is None and isinstance(self._weights, str) and name == self._weights:
             raise UsageError(
                 "{weights} is a column of the index, and recorded values would not change it.",
-                f"To draw from what is recorded, use weights='{RECORDED}{name}'.",
+                f"To use the recorded values, write weights='{RECORDED}{name}'.",
                 {"weights": name},
             )
         try:

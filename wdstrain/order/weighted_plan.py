@@ -83,9 +83,11 @@ class WeightedPlan(Plan):
         del fixed
         fractional = np.flatnonzero(rest)
         random = bits(fractional, "occurrences", self.seed, self.epoch)
-        # The strata come in another order in each epoch. With one order, samples whose weights
-        # nearly all differ would be the same in each.
-        turn = bits(self.strata[fractional], "stratum", self.seed, self.epoch)
+        # The strata are in another order in each epoch. With the same order, samples whose weights
+        # nearly all differ would be the same in each epoch.
+        strata = np.arange(self.strata.max(initial=0) + 1)
+        ranks = np.argsort(np.argsort(bits(strata, "stratum", self.seed, self.epoch)))
+        turn = ranks.astype(np.int32)[self.strata[fractional]]
         order = fractional[np.lexsort((random, turn))]
         del random, turn, fractional
         steps = np.cumsum(rest[order], dtype=np.int64)

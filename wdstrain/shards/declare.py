@@ -191,6 +191,13 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     """
     places = list(dict.fromkeys(_place(index, name) for name in names))
     kept = [column for column in index.columns if column.place not in places]
+    sizes = {column_name(place): place for place in places if place[1] and is_image(place[0])}
+    for column in kept:
+        if column.name in sizes:
+            raise UsageError(
+                f"{column.stored_as} is a column called {column.name!r} already.",
+                "Leave this size out.",
+            )
     return index.with_columns((*kept, *typed(_raw(index, places), index.labels)))
 
 

@@ -239,10 +239,9 @@ def _kind_of_types(python: type, items: frozenset[type]) -> str:
 
 def place_of_entry(name: str) -> Place:
     """Return (field, entry) of `json.kind`, `meta.json.gz.kind` or `jpg.width`; else (name, None)."""
-    field, _, entry = name.rpartition(".")
-    if entry in SIDES and is_image(field):
+    (field, _, entry), parts = name.rpartition("."), name.split(".")
+    if entry in SIDES and is_image(field) and "json" not in parts[:-1]:
         return field, entry
-    parts = name.split(".")
     at = parts.index("json", 0, -1) + 1 if "json" in parts[:-1] else len(parts)
     at += parts[at:-1][:1] == ["gz"]
     return ".".join(parts[:at]), ".".join(parts[at:]) or None
