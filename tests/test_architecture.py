@@ -48,7 +48,7 @@ BUDGETS = {
     "conversion": 3194,
     "training": 2928,
     "inspection": 1436,
-    "loader": 1420,
+    "loader": 1444,
     "shards": 2387,
     "decode": 1485,
     "storage": 1055,
@@ -61,7 +61,7 @@ BUDGETS = {
     "augment": 272,
     "webdataset": 324,
     "native": 56,
-    "": 291,  # modules at the top, memory.py among them
+    "": 292,  # modules at the top, memory.py among them
 }
 
 
@@ -140,6 +140,18 @@ def test_no_package_exceeds_its_budget_of_statements() -> None:
         sizes[name.partition(".")[0] if in_package else ""] += statements(tree_of(path))
     assert sizes.keys() == BUDGETS.keys(), "a package has no budget, or a budget no package"
     assert not {name: count for name, count in sizes.items() if count > BUDGETS[name]}
+
+
+def test_no_class_of_loading_has_more_than_250_lines() -> None:
+    layers = set.union(*LAYERS[: LAYERS.index({"conversion", "webdataset"}) + 1]) - {"conversion"}
+    lengths = {
+        f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, path in modules().items()
+        if name.partition(".")[0] in layers
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > 250} == {}
 
 
 def test_every_module_has_a_docstring() -> None:

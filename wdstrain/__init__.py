@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from wdstrain.inspection.show import Peek, peek
     from wdstrain.inspection.verify import Verification, verify
     from wdstrain.loader.device import to_device
-    from wdstrain.loader.loader import Loader, mix
+    from wdstrain.loader.loader import Loader
+    from wdstrain.loader.mixture import mix
     from wdstrain.order.plan import Plan
     from wdstrain.shards.declare import index
     from wdstrain.shards.index import Index, Shard
@@ -142,7 +143,8 @@ _NAMES = {
     "inspection.verify": "Verification verify",
     "loader.device": "to_device",
     "augment.gpu": "Augmentation",
-    "loader.loader": "Loader mix",
+    "loader.loader": "Loader",
+    "loader.mixture": "mix",
     "webdataset.stream": "Stream stream to_example",
     "webdataset.compat": "WebDataset",
     "order.plan": "Plan",

@@ -186,7 +186,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/epoch.py": ("tests/loader/test_positions.py",),
     "loader/options.py": ("tests/loader/test_distributed.py",),
     "loader/pipeline.py": ("tests/loader/test_device.py", "tests/loader/test_closing.py"),
-    "loader/loader.py": ("tests/loader/test_positions.py", "tests/order/test_mixture.py"),
+    "loader/loader.py": ("tests/loader/test_positions.py",),
+    "loader/mixture.py": ("tests/order/test_mixture.py",),
     "training/models.py": ("tests/training/test_recipes.py",),
     "training/checkpoint.py": ("tests/training/test_recipes.py",),
     "training/heads.py": (
@@ -555,6 +556,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "loader/loader.py": [
         ("state-of-rank", "!= (self.rank, self.world_size):", "!= (self.world_size, self.rank):"),
+    ],
+    "loader/mixture.py": [
         (
             "weights-in-order",
             "float(weights[name]) for name in indexes",

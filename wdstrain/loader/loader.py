@@ -1,4 +1,4 @@
-"""The loader: batches of samples from shards, in the order of the plan; also of several sets (`mix`).
+"""The loader: batches of samples from shards, in the order of the plan.
 
 `options` checks the options, `planning` makes the plans, `epoch` delivers the batches of one epoch,
 and `pipeline` reads and decodes them. Nothing starts before the first batch is requested.
@@ -10,13 +10,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate
-from math import inf
-from typing import Any, NoReturn
-
-import pyarrow as pa
+from typing import Any
 
 from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, Image, Mask
@@ -28,18 +23,16 @@ from wdstrain.loader.options import HABITS, LoaderOptions, OnError, StartMethod
 from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
 from wdstrain.loader.recording import NOTHING, Recording
+from wdstrain.loader.trainers import TrainerInterface
 from wdstrain.native import kernels
 from wdstrain.order.order import Order, Tail
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import hinted, integer, is_number
+from wdstrain.runtime.options import hinted, integer
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
 
-_SHARE_UNITS = 65536  # shares are multiples of 1/65536, so that arithmetic with them is exact
 
-
-class Loader:
+class Loader(TrainerInterface):
     """Batches of samples from tar shards; every `for` loop runs the next epoch.
 
     A batch is a dict with a value for each field name, and "__key__": list[str]. A batch of images
@@ -68,13 +61,8 @@ class Loader:
                     `Index.where`
     weights         how often each sample occurs in an epoch: a number >= 0 for each sample of the
                     index, or the name of a column of numbers. 1.5 means once or twice. The rounded
-                    sum is the size of the epoch. Each occurrence is augmented anew.
-                    "recorded:loss", or "loss" if no column has this name: values >= 0 that the loop
-                    records by `record(batch, loss=losses)`. Epoch 0 has each sample once. Each later
-                    epoch has as many samples, of weight 0.1 + 0.9 * s / mean(s). s is half of the
-                    value in the epoch before plus half of the former s; a sample without a finite
-                    value has the mean. Reading ahead stops at the end of an epoch; ranks share
-                    their values
+                    sum is the size of the epoch; each occurrence is augmented anew. "recorded:loss",
+                    or "loss" if no column has this name: what the loop records, see `record`
     balance         column such as "label": each of its values occurs equally often, together as
                     often as there are samples
     batch_size      samples of a batch on this rank
@@ -199,28 +187,6 @@ class Loader:
         return self._pass(None)
 
     @property
-    def sampler(self) -> Loader:
-        """Return the loader: Lightning announces each epoch to the `set_epoch` of this attribute."""
-        return self
-
-    batch_sampler = sampler  # Lightning reads it if there is a sampler
-
-    @property
-    def dataset(self) -> NoReturn:
-        """Raise AttributeError, for trainers that would skip batches by making a DataLoader anew."""
-        raise AttributeError(
-            "a Loader has no dataset: it continues at the batch that load_state_dict gives it. "
-            "Hugging Face's Trainer needs ignore_data_skip=True besides."
-        )
-
-    def __getitem__(self, _: object) -> NoReturn:
-        """Raise TypeError for torch's DataLoader, which would take samples of a map by number."""
-        raise TypeError(
-            "a Loader has no items: it gives batches in its order. Use it in place of a DataLoader: "
-            "for batch in loader."
-        )
-
-    @property
     def next_position(self) -> tuple[int, int]:
         """(epoch, step) of the first batch of the next `for` loop."""
         return self._state.next_start[:2]
@@ -254,13 +220,6 @@ class Loader:
     def _pass(self, start: Position | None, until: int | None = None) -> EpochBatches:
         return EpochBatches(self._state, self.plan, self._options, start, until)
 
-    def set_epoch(self, number: int) -> None:
-        """Make this the epoch of the next `for` loop.
-
-        If a state was loaded whose position is in this epoch, the loop goes on from there.
-        """
-        self._state.set_epoch(integer("epoch", number, 0))
-
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,10 +231,8 @@ class Loader:
         and every rank must call this. Call `record` for a batch before the state is taken.
         """
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        return {
-            **(self._state.position._asdict() | ranks | self._plans.identity),
-            **({"recorded": self.recording.state()} if self.recording.name else {}),
-        }
+        recorded = {"recorded": self.recording.state()} if self.recording.name else {}
+        return self._state.position._asdict() | ranks | self._plans.identity | recorded
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `for` loop go on where the state was taken.
@@ -301,32 +258,6 @@ class Loader:
             *(type(self), self._plans.source, chosen, self._state.position),
             deepcopy(self.recording),
         )
-
-    # --- values of samples ------------------------------------------------------------------------
-
-    def record(self, batch: Mapping[str, Any], /, **values: Any) -> None:
-        """Keep values of the samples of the batch that was delivered last, such as their losses.
-
-            loader.record(batch, loss=losses, right=predicted == batch["label"])
-
-        Each value is a tensor on any device, an array or a list of one number per row. `recorded`
-        returns them. Rows of padding, and rows whose sample was replaced or marked, are left out.
-        Of a sample that occurs several times in an epoch the mean is kept, as float32. NaN and
-        infinity are kept, but change no weight. Raises UsageError for another batch, values of
-        another length, and names that no column of the index can have.
-        """
-        self.recording.record(
-            self.index, self._state.delivered, self._state.stats.epoch, batch, values
-        )
-
-    def recorded(self) -> pa.Table:
-        """Return the recorded values, a row for each sample that has any, in index order.
-
-        The columns are "key", "epoch" (of the newest value), "times" (how often the sample was
-        recorded in all), and the recorded ones. `wt.join` and `Index.join` take the table.
-        With torch.distributed every rank must call this, and gets the values of all ranks.
-        """
-        return self.recording.table(self.index)
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -407,74 +338,3 @@ def _describe(field: Field, batch_size: int) -> str:
         return f"{kind}, from {', '.join(field.names)}"
     shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
     return f"{example.dtype}{[batch_size, *shape]}, from {', '.join(field.names)}"
-
-
-# --- mixtures -------------------------------------------------------------------------------------
-
-
-def mix(
-    sources: Mapping[str, Urls | Index],
-    fields: Mapping[str, Field] | None = None,
-    transform: Transform | None = None,
-    *,
-    weights: Mapping[str, float] | None = None,
-    **options: Any,
-) -> Loader:
-    """Return a loader over several sets of shards; batches name each sample's set in "__source__".
-
-    weights: relative share of each set; default: their sizes. options: keywords of `Loader`, except
-    `balance`; `tail` must be "drop".
-    At every step each set has delivered its share within one sample per lane. The epoch ends before
-    the first step that a set cannot fill, so no sample occurs twice.
-    Raises UsageError for weights that do not fit the sets.
-    """
-    if not (sources and isinstance(sources, Mapping)):
-        raise UsageError(
-            f"sources is {type(sources).__name__ if sources else 'empty'}: must name a set at least.",
-            "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
-        )
-    if options.get("balance") is not None:
-        raise UsageError(
-            "balance was given for a mixture, whose sets have weights.",
-            "Leave it out.",
-        )
-    where, split = options.pop("where", None), options.pop("split", None)
-    may_be_short = options.get("on_error", "raise") != "raise"
-    indexes = {
-        name: open_shards(urls, split, may_be_short=may_be_short) for name, urls in sources.items()
-    }
-    if where is not None:
-        indexes = {name: index.where(where) for name, index in indexes.items()}
-    if weights is None:
-        weights = {name: len(index) for name, index in indexes.items()}
-    if not (
-        isinstance(weights, Mapping)
-        and set(weights) == set(indexes)
-        and all(is_number(weight) and 0 < weight < inf for weight in weights.values())
-    ):
-        raise UsageError(
-            f"must have a finite number above 0 for each of the sources {', '.join(indexes)}, "
-            "and no other.",
-            option="weights",
-            value=weights,
-        )
-    shares = _shares([float(weights[name]) for name in indexes])
-    return Loader(MixedSources(indexes, shares), fields, transform, **options)
-
-
-def _shares(weights: list[float]) -> tuple[Fraction, ...]:
-    """Return the weights as shares that add up to 1. Raises UsageError if one would be 0."""
-    total = sum(Fraction(weight) for weight in weights)
-    edges = [
-        Fraction(round(_SHARE_UNITS * edge / total), _SHARE_UNITS)
-        for edge in accumulate(map(Fraction, weights))
-    ]
-    shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
-    if min(shares) <= 0:
-        raise UsageError(
-            f"each must be at least 1/{_SHARE_UNITS} of their sum.",
-            "Raise the smallest, or leave that source out.",
-            option="weights",
-            value=weights,
-        )
-    return shares
