@@ -310,7 +310,7 @@ def test_messages_in_troubleshooting_exist_in_the_package() -> None:
                 for argument in call.args
             ]  # problem, hint
             constants += [
-                f"{problem[-1].value} {hint[0].value}"
+                f"{problem[-1].value!s} {hint[0].value!s}"
                 for problem, hint in itertools.pairwise(sides)
                 if isinstance(problem[-1], ast.Constant) and isinstance(hint[0], ast.Constant)
             ]

@@ -77,7 +77,7 @@ def test_each_argument_of_a_verb_is_a_documented_keyword_and_a_flag(verb: str, c
 
 def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(wt.UsageError, match=r"^tail='cut': must be one of drop, pad, keep\.$"):
-        wt.plan_epoch("absent", tail="cut")  # type: ignore[arg-type]
+        wt.plan_epoch("absent", tail="cut")
     with pytest.raises(wt.UsageError, match=r"^num_workers=0: must be an integer >= 1\.$"):
         wt.verify("absent", num_workers=0)
     with pytest.raises(TypeError, match=r"info\(\) .*'exakt'. Did you mean exact\?"):
@@ -126,7 +126,7 @@ def test_an_unknown_argument_is_refused_with_a_similar_argument() -> None:
     with pytest.raises(TypeError, match=r"convert_folder\(\) .*'max_samples'.*max_shard_samples\?"):
         wt.convert_folder("in", "out", max_samples=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"convert_table\(\) missing.*'image'"):
-        wt.convert_table("in.csv", "out")  # type: ignore[call-arg]
+        wt.convert_table("in.csv", "out")
 
 
 def test_python_names_arguments_and_the_shell_names_flags(tmp_path: Path, capsys: Any) -> None:

@@ -524,8 +524,8 @@ def test_max_shard_size_bounds_the_file(tmp_path: Path) -> None:
     index = wt.pack(samples, tmp_path / "out", max_shard_size=50_000)
     assert all(Path(shard.path).stat().st_size <= 50_000 for shard in index.shards)
     assert len(index.shards) < 2 * sum(100 * i + 1024 for i in range(200)) / 50_000
-    samples = iter([{"bin": bytes(9000)}, {"txt": "small"}])
-    packed = wt.pack(samples, tmp_path / "large", max_shard_size=5000)
+    rows = iter([{"bin": bytes(9000)}, {"txt": "small"}])
+    packed = wt.pack(rows, tmp_path / "large", max_shard_size=5000)
     assert sorted(shard.samples for shard in packed.shards) == [1, 1]
 
 

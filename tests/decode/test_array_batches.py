@@ -127,8 +127,8 @@ def test_samples_of_a_missing_shard_are_replaced_until_it_returns(tmp_path: Path
 def test_arrays_of_equal_size_in_another_order_are_not_exchanged(tmp_path: Path) -> None:
     samples: list[Sample] = []
     for n in range(24):
-        fields = {"x.npy": npy(values(n)), "y.npy": npy(-values(n))}
-        samples.append((f"n{n:02d}", dict(sorted(fields.items(), reverse=n % 3 == 1))))
+        files = {"x.npy": npy(values(n)), "y.npy": npy(-values(n))}
+        samples.append((f"n{n:02d}", dict(sorted(files.items(), reverse=n % 3 == 1))))
     write_tar(tmp_path / "a.tar", samples)
     fields = {name: wt.array(f"{name}.npy", shape=SHAPE, dtype="float32") for name in "xy"}
     loader = wt.Loader(tmp_path, fields, batch_size=5)

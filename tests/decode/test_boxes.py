@@ -177,7 +177,7 @@ def test_classes_are_read_by_name_or_number_and_can_be_numbered_anew(tmp_path: P
 
     def labels(**options: Any) -> list[int]:
         with wt.Loader(tmp_path, {"boxes": wt.boxes(**options)}, batch_size=1) as loader:
-            return next(iter(loader))["boxes"].labels.tolist()  # type: ignore[no-any-return]
+            return next(iter(loader))["boxes"].labels.tolist()
 
     assert labels(classes=NAMES) == [2, 0, 1]
     index = wt.index(tmp_path, label="boxes.json", classes=NAMES)
@@ -294,7 +294,7 @@ def test_boxes_of_a_named_image_follow_that_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda _: wt.boxes(min_share="a"), "min_share='a': must be in 0 to 1"),  # type: ignore[arg-type]
+        (lambda _: wt.boxes(min_share="a"), "min_share='a': must be in 0 to 1"),
         (lambda _: wt.boxes(classes=["a", "a"]), "must be different names"),
         (lambda at: wt.index(at, label="png:boxes", classes=["a"]), "png cannot hold boxes"),
         (lambda at: wt.index(at, label="boxes.json:mask", classes="a,b"), "cannot hold masks"),

@@ -141,7 +141,7 @@ def test_a_crop_percentage_equals_resizing_and_cropping(tmp_path: Path) -> None:
 def test_resizing_equals_that_of_torchvision() -> None:
     pixels = decode_image(picture(3, size=(60, 40)))
     out = np.empty((20, 30, 3), np.uint8)
-    assert region(*pixels.shape[:2], (20, 30), Augment(), NO_DRAWS) == (0, 0, 40, 60)
+    assert region(pixels.shape[0], pixels.shape[1], (20, 30), Augment(), NO_DRAWS) == (0, 0, 40, 60)
     resize(pixels, out)
     expected = v2.functional.resize(
         torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True
@@ -171,8 +171,8 @@ def test_a_flip_mirrors_half_of_the_images(kind: str, width: int) -> None:
         lambda: wt.image(augment="rrc"),
         lambda: wt.image(size=8, augment="spin"),
         lambda: wt.image(size=0),
-        lambda: wt.image(size=(64,)),  # type: ignore[arg-type]
-        lambda: wt.image(size="64"),  # type: ignore[arg-type]
+        lambda: wt.image(size=(64,)),
+        lambda: wt.image(size="64"),
         lambda: wt.label(" ; "),
         lambda: wt.array(shape=(3,)),
         lambda: wt.array(shape=(3,), dtype="text"),

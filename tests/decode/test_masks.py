@@ -46,8 +46,8 @@ def test_a_mask_stays_aligned_to_its_image(augment: str | None, kind: str, tmp_p
     samples = []
     for number in range(12):
         mask = blocks(rng, *(int(side) for side in rng.integers(90, 140, 2)))
-        fields = {kind.lower(): png(COLORS[mask], kind=kind), "mask.png": png(mask)}
-        samples.append({"__key__": f"k{number}", **fields})
+        files = {kind.lower(): png(COLORS[mask], kind=kind), "mask.png": png(mask)}
+        samples.append({"__key__": f"k{number}", **files})
     wt.pack(samples, tmp_path / "out")
     size = (48, 64)
     options: dict[str, Any] = {"size": size, "augment": augment}
@@ -74,11 +74,8 @@ def test_every_class_number_of_a_mask_is_delivered(mode: str) -> None:
     assert np.array_equal(out, numbers)
 
 
-def _read(data: bytes, **options: Any) -> npt.NDArray[Any]:
-    value: npt.NDArray[Any] = wt.mask(**options).read(
-        "mask.png", memoryview(data), None, np.full(27, 0.9)
-    )
-    return value
+def _read(data: bytes, **options: Any) -> Any:
+    return wt.mask(**options).read("mask.png", memoryview(data), None, np.full(27, 0.9))
 
 
 @pytest.mark.parametrize("case", range(20))

@@ -233,7 +233,7 @@ def compare_drawn(count: int, seed: int, folder: Path) -> None:
     print(f"seed {seed}")
     bits = random.Random(seed)
     plain = [jpeg(), jpeg(progressive=True), jpeg(mode="L")]
-    pictures = []
+    pictures: list[Any] = []
     while len(pictures) < count:
         try:
             image = drawn(bits, plain)
@@ -256,7 +256,7 @@ def test_thousands_of_random_segments_are_read_as_by_pillow(tmp_path: Path, part
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 def test_orientation_of_other_formats_is_applied(tmp_path: Path, kind: str) -> None:
-    pictures = []
+    pictures: list[Any] = []
     for number in range(10):
         tags = Image.Exif()
         tags[274] = number

@@ -264,7 +264,7 @@ def look(event: Any, end: Any) -> None:
 
 def test_workers_end_on_request_after_a_worker_was_killed_while_polling() -> None:
     """A killed process keeps the lock of a multiprocessing event, so `set` would wait forever."""
-    context = interruptible_context(multiprocessing.get_context("fork"), [])
+    context: Any = interruptible_context(multiprocessing.get_context("fork"), [])
     event, end = context.Event(), context.Queue()
     for is_last in [False] * 20 + [True]:
         worker = context.Process(target=look, args=(event, end))

@@ -152,10 +152,12 @@ def test_a_damaged_tar_is_read_correctly_or_refused_and_repaired_to_intact_sampl
 def test_odd_values_in_an_index_never_point_outside_its_shards(seed: int) -> None:
     random = Random(seed)
     for name in ("index", "part"):
-        data = TARGETS[name].seeds()[0]
+        target = TARGETS[name]
+        data = target.seeds()[0]
+        assert target.mutate is not None
         for _ in range(random.choice([1, 2])):
-            data = TARGETS[name].mutate(data, random)
-        TARGETS[name].run(data)
+            data = target.mutate(data, random)
+        target.run(data)
 
 
 @some

@@ -11,6 +11,7 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ IMAGES: dict[str, Callable[[], bytes]] = {
     "jpeg-rgb.jpg": lambda: by_pillow(quality=90, keep_rgb=True),
     "jpeg-cmyk.jpg": lambda: by_pillow("CMYK", quality=90),
     **{
-        f"jpeg-orientation-{number}.jpg": lambda number=number: rotated_by_exif(number, quality=70)
+        f"jpeg-orientation-{number}.jpg": partial(rotated_by_exif, number, quality=70)
         for number in range(2, 9)
     },
     "jpeg-orientation-xmp.jpg": rotated_by_xmp,

@@ -131,7 +131,7 @@ def test_the_files_of_a_run_have_the_same_keys(runs: Path, name: str) -> None:
 
 
 def test_the_file_has_no_other_entries() -> None:
-    parts = ("checkpoint", "config.toml", "files", "format of the checkpoint")
+    parts: tuple[str, ...] = ("checkpoint", "config.toml", "files", "format of the checkpoint")
     parts += ("metrics.jsonl", "steps.jsonl")
     names = [f"{part} of a {name}" for name in RUNS for part in parts]
     check_names("checkpoint_keys", [*LOADERS, "state of a mixture", *names])

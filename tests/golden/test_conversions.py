@@ -292,8 +292,8 @@ def content(path: Path) -> bytes | str:
         info["source"]["decided"] = len(info["source"].get("decided", []))
         return json.dumps(document, ensure_ascii=False)
     if path.name == "skipped.jsonl":
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return "\n".join(json.dumps({**row, "reason": bool(row["reason"])}) for row in rows)
+        skipped = [json.loads(line) for line in path.read_text().splitlines()]
+        return "\n".join(json.dumps({**one, "reason": bool(one["reason"])}) for one in skipped)
     return path.read_bytes()
 
 

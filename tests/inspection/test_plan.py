@@ -197,7 +197,7 @@ def test_shuffle_quality_equals_that_of_delivered_batches(tmp_path: Path, buffer
     wt.index(folder, columns=["cls"])
     places = np.arange(800) // 16
     options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": buffer}
-    quality = wt.plan_epoch(folder, **options).quality
+    quality: Any = wt.plan_epoch(folder, **options).quality
     for name, codes in (("neighbors", places), ("classes", np.repeat(np.arange(4), 200))):
         effect = measured(wt.open(folder), codes, **options)
         assert quality[name]["value"] == pytest.approx(effect)
@@ -210,26 +210,26 @@ def test_a_random_order_is_ideal_and_a_sorted_order_is_not(tmp_path: Path) -> No
     ]
     write_tar(tmp_path / "mixed" / "a.tar", samples)
     wt.index(tmp_path / "mixed", columns=["cls"])
-    wide = wt.plan_epoch(tmp_path / "mixed", batch_size=50, shuffle_buffer=10**6)
+    wide: Any = wt.plan_epoch(tmp_path / "mixed", batch_size=50, shuffle_buffer=10**6)
     mixing = wide.quality["classes"]
     assert abs(mixing["value"] - 1) < 2 * (mixing["limit"] - 1.1)  # two standard deviations
     assert wide.is_good
     folder = by_class(tmp_path / "sorted", [3000], 5)
     wt.index(folder, columns=["cls"])
-    lined_up = wt.plan_epoch(folder, batch_size=50, shuffle=False).quality
+    lined_up: Any = wt.plan_epoch(folder, batch_size=50, shuffle=False).quality
     assert lined_up["classes"]["value"] == pytest.approx(50)
 
 
 def test_sorted_shards_get_helpful_advice_to_repack(tmp_path: Path) -> None:
     folder = by_class(tmp_path / "sorted", [500, 500, 500, 500], 4)
     wt.index(folder, columns=["cls"])
-    before = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=50)
+    before: Any = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=50)
     assert before.quality["classes"]["value"] > 15
     assert not before.is_good
     text = " ".join(repr(before).split())
     for words in ("Not well shuffled", "wdstrain convert tars URLS OUT", "Raise --shuffle-buffer"):
         assert words in text
-    wide = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=10**6)
+    wide: Any = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=10**6)
     assert wide.quality["classes"]["value"] < 2
     unshuffled = wt.plan_epoch(folder, batch_size=20, shuffle=False)
     assert "Remove --no-shuffle" in repr(unshuffled)
@@ -256,7 +256,7 @@ def test_classes_come_from_the_index_without_a_read(tmp_path: Path) -> None:
     assert "wdstrain index DIR --columns NAME" in " ".join(repr(bare).split())
     wt.index(folder, columns=["cls"])
     with Server(folder, "127.0.0.1", 0) as server:
-        preview = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
+        preview: Any = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
         assert server.requests == 2
     assert preview.quality["classes"]["value"] > 5
     assert preview.requests > 0
@@ -294,7 +294,7 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
 
 
 def test_of_several_ranks_the_one_that_reads_most_is_shown(folder: Path) -> None:
-    preview = wt.plan_epoch(folder, world_size=20, batch_size=3)
+    preview: Any = wt.plan_epoch(folder, world_size=20, batch_size=3)
     lines = [line for line in repr(preview).splitlines() if line.startswith("rank ")]
     (busiest,) = [rank for rank in preview.ranks if f"rank {rank['rank']}, reads most" in lines[0]]
     assert len(lines) == 1

@@ -285,6 +285,7 @@ def test_numbers_are_scaled_by_their_range(tmp_path: Path) -> None:
     rows.append(("whole", {"npy": npy(np.arange(3 * 10 * 12).reshape(3, 10, 12))}))
     for view in wt.peek(write_tar(tmp_path / "x.tar", rows)):
         expected = np.moveaxis(shares, 0, -1) * 255
+        assert view.picture is not None
         assert np.abs(view.picture - expected).max() <= 1
         assert view.labels == {}
 

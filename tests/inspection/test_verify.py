@@ -316,7 +316,7 @@ def test_an_image_in_two_splits_is_reported(tmp_path: Path, indexed: bool) -> No
             (f"{split}{n}", {"png": picture(finding), "mask.png": mask, "cls": b"0"})
             for n, finding in enumerate(numbers)
         ]
-        write_tar(tmp_path / f"{split}-000000.tar", samples)  # type: ignore[arg-type]
+        write_tar(tmp_path / f"{split}-000000.tar", samples)
     if indexed:
         wt.index(tmp_path)
     report = wt.verify(tmp_path)
@@ -388,7 +388,7 @@ def test_decoding_reports_intact_bytes_that_are_not_an_image(tmp_path: Path) -> 
 def test_decoding_reports_labels_that_are_not_classes_of_the_index(tmp_path: Path) -> None:
     for classes in (2, 3):  # the shard is replaced after it was indexed
         samples = [(f"k{n:02d}", {"cls": str(n % classes).encode()}) for n in range(6)]
-        write_tar(tmp_path / "a.tar", samples)  # type: ignore[arg-type]
+        write_tar(tmp_path / "a.tar", samples)
         if classes == 2:
             wt.index(tmp_path, label="cls", classes=["a", "b"])
     findings = wt.verify(tmp_path, decode=True).findings

@@ -11,7 +11,8 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import keys_of, write_picture_shards
-from wdstrain.augment.gpu import DRAWS, IMAGENET
+from wdstrain.augment.gpu import IMAGENET
+from wdstrain.augment.mixing import DRAWS
 from wdstrain.decode.batches import PageLock
 from wdstrain.memory import Memory
 from wdstrain.shards.kinds import ColumnInfo

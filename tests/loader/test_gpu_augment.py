@@ -17,8 +17,8 @@ from torchvision.transforms.v2 import functional
 import wdstrain as wt
 from tests.conftest import Sample, encoded, write_tar
 from tests.support.outcomes import result_or_refusal
-from wdstrain.augment.gpu import DRAWS, IMAGENET
-from wdstrain.augment.mixing import beta_quantiles
+from wdstrain.augment.gpu import IMAGENET
+from wdstrain.augment.mixing import DRAWS, beta_quantiles
 from wdstrain.decode.transforms import random_crop, random_crops, region
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}

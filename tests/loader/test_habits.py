@@ -37,7 +37,7 @@ def test_an_argument_of_other_loaders_is_refused_with_the_next_step(
     shards: Path, argument: str, hint: str
 ) -> None:
     with pytest.raises(TypeError, match=rf"^Loader\(\) .*'{argument}'\. ") as refused:
-        wt.Loader(str(shards), **{argument: None})  # type: ignore[arg-type]
+        wt.Loader(str(shards), **{argument: None})
     assert hint in str(refused.value)
     with pytest.raises(TypeError, match=f"'{argument}'"):
         wt.mix({"a": str(shards)}, **{argument: None})
@@ -48,7 +48,7 @@ def test_a_loader_in_a_data_loader_of_torch_is_refused_with_the_next_step(
     tmp_path: Path, batch_size: int | None
 ) -> None:
     with wt.Loader(str(write_shards(tmp_path, [4])), batch_size=2) as loader:
-        wrapped: Any = DataLoader(loader, batch_size=batch_size)  # type: ignore[arg-type]
+        wrapped: Any = DataLoader(loader, batch_size=batch_size)
         with pytest.raises(TypeError, match="Use it in place of a DataLoader"):
             next(iter(wrapped))
 

@@ -249,7 +249,7 @@ def test_plan_names_the_shapes_with_their_steps(
     options = ["--buckets", "aspect", "--pixels", str(PIXELS), "--batch-size", "8"]
     assert main(["plan", shards, *options]) == 0
     shown = capsys.readouterr().out
-    plan = loader(shards).plan(0)
+    plan: Any = loader(shards).plan(0)
     assert " x " in plan.names[0]
     for name in plan.names:
         assert f"{name} " in shown

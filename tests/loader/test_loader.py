@@ -211,7 +211,9 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
         with wt.Loader(shards, transform=picky_and_random, **options) as loader:
             numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
     assert numbers[0] == numbers[1]
-    drawn = {}  # a substitute is transformed with its own random numbers each time
+    drawn: dict[
+        int, set[Any]
+    ] = {}  # a substitute is transformed with its own random numbers each time
     for n, values in numbers[0]:
         assert drawn.setdefault(n, values) == values
     assert len(numbers[0]) == 21 > len(drawn) == 14

@@ -105,8 +105,8 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     for part in ('plot("Loss"', 'plot("Accuracy"'):
         for output in of(part).displays:
             assert "<svg" in output.get("text/html", "") or "image/png" in output
-    for output in shown.values():
-        for bundle in output.displays:
+    for cell in shown.values():
+        for bundle in cell.displays:
             check_part(bundle.get("text/html", ""))
     assert of("other.close()").out.endswith("the same samples: True\nthe same pixels: True\n")
     assert of("processes.close()").out == "the same samples: True\nthe same pixels: True\n"
@@ -367,7 +367,7 @@ def test_spawned_processes_get_shared_counters_and_tensors(shards: Path) -> None
 def test_an_open_file_is_named_as_not_picklable(shards: Path) -> None:
     counting = Counting()
     with (
-        open(os.devnull) as counting.ones,
+        open(os.devnull) as counting.ones,  # type: ignore[assignment]
         wt.Loader(shards, transform=counting, **SPAWNED) as loader,
         pytest.raises(wt.UsageError, match=r"functions cannot .* spawn starts: .*TextIOWrapper"),
     ):

@@ -13,6 +13,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def numbered(values: Any, **names: Any) -> Callable[[wt.Loader, Any], None]:
     return lambda loader, batch: loader.record(batch, **(names or {"loss": values}))
 
 
-ERRORS: list[tuple[Callable[[wt.Loader, Any], None], str]] = [
+ERRORS: list[tuple[Callable[[wt.Loader, Any], object], str]] = [
     (lambda loader, batch: loader.record(batch), "without values"),
     (numbered([1, 2, 3]), r"loss is a list of shape \[3\]: .* one number for each of the 4 rows"),
     (numbered(torch.tensor(1.0)), r"loss is a Tensor of shape \[\]: .* reduction='none'"),
@@ -258,10 +259,10 @@ ERRORS: list[tuple[Callable[[wt.Loader, Any], None], str]] = [
         for name in ("key", "epoch", "times", "cls", "a;b", " ", "json.a")
     ),
     (
-        lambda loader, batch: [loader.record(batch, a=[1] * 4) for _ in range(2)] and None,
+        lambda loader, batch: [loader.record(batch, a=[1] * 4) for _ in range(2)],  # type: ignore[func-returns-value]
         "this batch was recorded already",
     ),
-    (lambda loader, batch: loader.record([1], a=[1] * 4), "delivered last"),  # type: ignore[arg-type]
+    (lambda loader, batch: loader.record([1], a=[1] * 4), "delivered last"),
     (lambda loader, batch: loader.record({}, a=[1] * 4), "delivered last"),
     (
         lambda loader, batch: loader.record({"__key__": batch["__key__"][::-1]}, a=[1] * 4),
@@ -517,15 +518,11 @@ def test_a_state_of_other_weights_or_without_values_is_refused(shards: Path) -> 
         wt.Loader(shards, FIELDS, batch_size=4).load_state_dict(state)
     with pytest.raises(wt.UsageError, match="weights was"):
         wt.Loader(shards, FIELDS, weights="score", batch_size=4).load_state_dict(state)
-    for broken in (
-        {},
-        {"epoch": 0},
-        [],
-        {**state["recorded"], "columns": {"loss": "eJwDAAAAAAE="}},
-    ):
-        refused = result_or_refusal(
-            lambda broken=broken: recorded.load_state_dict({**state, "recorded": broken})
-        )
+    broken: Any
+    cut = {**state["recorded"], "columns": {"loss": "eJwDAAAAAAE="}}
+    for broken in ({}, {"epoch": 0}, [], cut):
+        wrong: Any = {**state, "recorded": broken}
+        refused = result_or_refusal(partial(recorded.load_state_dict, wrong))
         assert "holds no recorded values" in str(refused)
     recorded.load_state_dict(state)
     assert len(list(train(recorded, 1))) == 5

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def test_a_pass_of_all_workers_is_an_epoch_after_partial_ones(numbered: Path, pi
     assert passed(lambda: data, whole=False) == 0
     for expected, workers in enumerate((2, 3, 1, 3, 3, 2), 1):
         is_whole = expected != 4
-        assert passed(lambda workers=workers: workers_of(data, workers), is_whole) == expected
+        assert passed(partial(workers_of, data, workers), is_whole) == expected
     assert [passed(lambda: lasting) for _ in range(2)] == [7, 8]
     assert passed(lambda: data) == 9
     assert passed(lambda: lasting, whole=False) == 10

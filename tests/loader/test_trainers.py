@@ -325,7 +325,7 @@ def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
     images = batch["image"].permute(0, 2, 3, 1).float() / 255
     right: list[float] = []
 
-    class Score(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Score(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             predicted = self.model(images, training=False).argmax(1).cpu()
             right.append(float((predicted == batch["label"]).float().mean()))
@@ -372,7 +372,7 @@ def test_keras_resumes_in_mid_epoch(tmp_path: Path, keras: Any) -> None:
                         label = batch["label"].float()[:, None]
                         yield label, label
 
-            class Save(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+            class Save(keras.callbacks.Callback):  # type: ignore[misc]
                 def on_train_batch_end(self, number: int, logs: Any = None) -> None:
                     if number == 4 and not state:
                         state.extend([self.model.get_weights(), loader.state_dict()])
@@ -381,7 +381,7 @@ def test_keras_resumes_in_mid_epoch(tmp_path: Path, keras: Any) -> None:
         return seen, model.get_weights()
 
     whole, expected = fit(None, None, 13)
-    seen, weights = fit(*state, 8)
+    seen, weights = fit(state[0], state[1], 8)
     assert len(whole) == 13
     assert seen == whole[5:]
     assert all(map(np.array_equal, weights, expected))

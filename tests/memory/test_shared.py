@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def write(memory: Memory, at: int) -> None:
 @pytest.mark.parametrize("method", quick_and_slow(["fork", "forkserver", "spawn"], 1))
 def test_memory_is_shared_with_processes_of_every_start_method(method: str) -> None:
     memory = Memory(100)
-    process = multiprocessing.get_context(method).Process(target=write, args=(memory, 42))
+    context: Any = multiprocessing.get_context(method)
+    process = context.Process(target=write, args=(memory, 42))
     process.start()
     process.join(30)
     assert process.exitcode == 0

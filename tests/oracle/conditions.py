@@ -34,7 +34,19 @@ NAMES = (
     "None",
     "Kind",
 )
-TEXTS = ("", "a", "A", "b", "ab", "red fish", 'say "x"', "it's", "back\\slash", "`tick`", "été")
+TEXTS: tuple[str, ...] = (
+    "",
+    "a",
+    "A",
+    "b",
+    "ab",
+    "red fish",
+    'say "x"',
+    "it's",
+    "back\\slash",
+    "`tick`",
+    "été",
+)
 TEXTS += (
     "e\u0301te\u0301",
     "İi",

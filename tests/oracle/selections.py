@@ -52,7 +52,7 @@ class Weighting:
                 f"sample {number} of weight {weight} occurs {times.get(number, 0)} times"
             )
         for stratum in self.strata if total == self.total else ():
-            meant = sum(self.weights[number] for number in stratum)
+            meant = sum((self.weights[number] for number in stratum), Fraction())
             got = sum(times.get(number, 0) for number in stratum)
             assert abs(got - meant) < 1, f"{got} occurrences where the weights add up to {meant}"
 

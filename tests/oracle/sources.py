@@ -6,6 +6,7 @@ An item is identified by the bytes of one of its fields, which no other item has
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import random
@@ -54,7 +55,7 @@ class Source:
     bad: int = 0
     change: Callable[[], None] | None = None
     classes: str | None = "label"
-    grouping: dict[str, Any] = field(default_factory=dict)
+    grouping: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
 

@@ -129,8 +129,8 @@ def check_epoch(case: Case, ranks: list[Epoch]) -> None:
         assert found[name] == count // step * step
     if not case.options["shuffle"] and case.world_size == 1 and case.options["lanes"] in (None, 1):
         for name in counts:  # in the order of the files
-            own = [number for number in delivered if case.buckets[number] == name]
-            assert own == sorted(own)
+            of_bucket = [number for number in delivered if case.buckets[number] == name]
+            assert of_bucket == sorted(of_bucket)
 
 
 def check_state(case: Case, rank: int, start: int, epoch: Epoch) -> None:

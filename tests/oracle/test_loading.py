@@ -124,7 +124,7 @@ class Case:
         """Return all batches of the epoch on one rank."""
         loader = self.loader(rank, source, **more)
         try:
-            batches = list(loader.epoch(self.epoch))
+            batches: list[Batch] = list(loader.epoch(self.epoch))
             assert len(batches) == len(loader), "len() is not the number of batches"
         finally:
             loader.close()
@@ -391,8 +391,8 @@ def check_bad_samples(case: Case) -> None:
     view = rng.choice((view, "raw" if case.data.raw else "tensors"))
     field = rng.choice(DECODED[view])
     count = min(len(samples) // 2, rng.randrange(1, 8))
-    first = rng.randrange(len(samples) - count + 1)
-    run = samples[first : first + count]  # longer than a small batch
+    begin = rng.randrange(len(samples) - count + 1)
+    run = samples[begin : begin + count]  # longer than a small batch
     chosen = rng.choice((run, rng.sample(samples, count)))
     victims = {sample.number for sample in chosen}
     if not victims:
@@ -622,7 +622,14 @@ def check_device(case: Case) -> None:
 
 
 # Seven, and thirteen for a whole set: all meet raw arrays, which every third case has.
-CHECKS = (check_workers, check_resume, check_ranks, check_resume, check_fork, check_device)
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    check_workers,
+    check_resume,
+    check_ranks,
+    check_resume,
+    check_fork,
+    check_device,
+)
 CHECKS += (check_resume,)
 OF_WHOLE_SETS = (
     check_bad_samples,

@@ -124,7 +124,7 @@ def test_the_default_cases_cover_every_kind_of_condition() -> None:
             texts.append(condition.text)
             counts["some" if 0 < len(condition.rows) < 30 else "all or none"] += 1
     assert counts["some"] > 0.5 * counts.total()
-    words = (
+    words: tuple[str, ...] = (
         " and ",
         " or ",
         "not ",

@@ -46,7 +46,7 @@ HEADS = {
     "mask.png": [("mask", "mask", 3)],
 }
 # Losses of torch that equal those of the kinds of labels
-LOSSES = {"class": nn.CrossEntropyLoss(), "binary": nn.CrossEntropyLoss()}
+LOSSES: dict[str, nn.Module] = {"class": nn.CrossEntropyLoss(), "binary": nn.CrossEntropyLoss()}
 LOSSES |= {"multi": nn.BCEWithLogitsLoss(), "number": nn.MSELoss()}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TOLERANT = {"on_error": "replace", "max_errors": 1.0}
@@ -79,7 +79,7 @@ def draw_samples(rng: random.Random, count: int, bad: int, dtype: str) -> list[S
         mask[0, :3] = 255
         pixels = numbers.integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8)
         vector = (numbers.random(6) * (255 if dtype == "uint8" else 3)).astype(dtype)
-        names = {"kind": NAMES["kind"][kind], "flag": NAMES["flag"][flag]}
+        names: dict[str, Any] = {"kind": NAMES["kind"][kind], "flag": NAMES["flag"][flag]}
         names |= {"tags": np.array(NAMES["tags"])[tags].tolist(), "size": size}
         fields = {"json": names, "mask.png": mask, "png": pixels, "npy": vector}
         if row in bad_rows:
@@ -404,7 +404,8 @@ class PlainRun:
 
     def metrics(self, predicted: list[Array], keys: list[str]) -> dict[str, float]:
         """Return the metrics of predictions, by head, for these samples of the validation set."""
-        by_key, metrics = {sample.key: sample.values for sample in self.val}, {}
+        by_key = {sample.key: sample.values for sample in self.val}
+        metrics: dict[str, float] = {}
         for (label, kind, columns), own in zip(self.heads, predicted, strict=True):
             prefix = f"{label}/" if len(self.heads) > 1 else ""
             true = np.array([by_key[key][label] for key in keys])
@@ -471,7 +472,10 @@ class PlainRun:
                     scaler.step(optimizer)
                     scaler.update()
                     add_to_average(average, model, min(drawn.ema, (1 + update) / (10 + update)))
-                line = {"loss": float(torch.cat(losses).double().mean()), "lr": rate}
+                line: dict[str, Any] = {
+                    "loss": float(torch.cat(losses).double().mean()),
+                    "lr": rate,
+                }
                 line |= {"bad": loader.report()["bad"], "samples": len(torch.cat(losses))}
                 if drawn.val == "val":
                     models = {"val": average, "val_raw": model} if drawn.ema else {"val": model}

@@ -18,7 +18,7 @@ def plan(weights: np.ndarray, strata: np.ndarray | None = None, **sizes: int) ->
     counts[-1] = len(weights) - counts[:-1].sum()
     strata = np.zeros(len(weights), np.int64) if strata is None else strata
     plan_options = {"seed": 0, "epoch": 0, "batch_size": 4, "window": 30} | sizes
-    return WeightedPlan(counts=counts, weights=weights, strata=strata, **plan_options)  # type: ignore[arg-type]
+    return WeightedPlan(counts=counts, weights=weights, strata=strata, **plan_options)
 
 
 def delivered(weighted: WeightedPlan, step: int) -> list[int]:

@@ -25,8 +25,8 @@ def test_blocks_do_not_overlap_and_are_freed_with_their_last_sample(seed: int) -
             assert all(start + size <= a or b <= start for a, (b, _) in held.items())
             held[start] = (start + size, samples)
         elif held:
-            released = rng.choice(list(held), int(rng.integers(1, 4)))
-            released = [a for a in set(released.tolist()) if held[a][1]]
+            chosen = rng.choice(list(held), int(rng.integers(1, 4)))
+            released = [a for a in set(chosen.tolist()) if held[a][1]]
             blocks.release(np.array(released))
             held = {a: (b, n - (a in released)) for a, (b, n) in held.items()}
             held = {a: (b, n) for a, (b, n) in held.items() if n}

@@ -182,7 +182,16 @@ def test_a_function_named_in_a_run_folder_is_not_called(
     assert not (tmp_path / "ran").exists()
 
 
-KEYS = ("../../outside/x", "/outside/x", "a/../../../x", "$HOME/x", "~/x", "-rf", "..\\..\\x", ".")
+KEYS: tuple[str, ...] = (
+    "../../outside/x",
+    "/outside/x",
+    "a/../../../x",
+    "$HOME/x",
+    "~/x",
+    "-rf",
+    "..\\..\\x",
+    ".",
+)
 KEYS += ("C:\\x", "$(touch ran)")
 
 

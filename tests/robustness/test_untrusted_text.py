@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,12 @@ def hostile(tmp_path: Path) -> Path:
     write_tar(folder / f"a{ESCAPE.replace('/', '')}.tar", samples)
     wt.index(folder)
     index = json.loads((folder / "index.json").read_text())
-    label = {"name": f"kind{ESCAPE}", "kind": "class", "field": "cls", "column": None}
+    label: dict[str, Any] = {
+        "name": f"kind{ESCAPE}",
+        "kind": "class",
+        "field": "cls",
+        "column": None,
+    }
     label["classes"] = [f"c{ESCAPE}", f"d{ESCAPE}"]
     index["wdstrain"]["labels"] = [label]
     index["shardlist"][0]["split"] = f"train{ESCAPE}"

@@ -115,9 +115,9 @@ def rest_of(plugged: socket.socket) -> bytes:
 
 def test_any_range_of_a_file_equals_a_slice_of_it(server: Server) -> None:
     draw, connection = random.Random(2), connect(server)
-    cases = [(0, 1), (0, 10_000), (9_999, 10_000), (5, 20_000)]
-    cases += [tuple(sorted(draw.sample(range(10_001), 2))) for _ in range(100)]
-    for start, stop in cases:
+    cases = [[0, 1], [0, 10_000], [9_999, 10_000], [5, 20_000]]
+    cases += [draw.sample(range(10_001), 2) for _ in range(100)]
+    for start, stop in map(sorted, cases):
         status, headers, body = ask(connection, "/a.tar", Range=f"bytes={start}-{stop - 1}")
         assert (status, body) == (206, BYTES[start:stop])
         shown = f"bytes {start}-{min(stop, 10_000) - 1}/10000"

@@ -344,7 +344,11 @@ def test_a_shard_under_two_names_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").symlink_to(shards)
     (tmp_path / "link.tar").symlink_to(shards / "part-000.tar")
-    names = {"absolute": shards, "link to folder": "folder", "link to shard": "link.tar"}
+    names: dict[str, str | Path] = {
+        "absolute": shards,
+        "link to folder": "folder",
+        "link to shard": "link.tar",
+    }
     other = names.get(spelling, "shards")
     with pytest.raises(UsageError, match="is named twice .also as shards/part-000.tar"):
         wt.Loader(["shards", other], batch_size=1)

@@ -222,7 +222,7 @@ def test_a_sample_is_read_by_key_and_by_number(packed: Path, index: wt.Index) ->
     with pytest.raises(IndexError, match="60 samples"):
         index[60]
     with pytest.raises(TypeError, match="not iterable"):
-        list(index)
+        list(index)  # type: ignore[call-overload]
 
 
 def test_a_key_of_two_samples_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,6 +126,7 @@ def keep(cache: Cache, shard: Shard) -> None:
     """Read a shard, so that the cache has it."""
     file = opened(cache, shard)
     read(file)
+    assert file is not None
     file.close()
     cache.stop(10)
 

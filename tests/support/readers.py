@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from wdstrain.decode.batches import ReadBatch
@@ -30,7 +30,7 @@ class Collected(NamedTuple):
 
 def collected_batches(
     index: Index, orders: Callable[[int], Order], step: int = 0, **options: Any
-) -> Iterator[Collected]:
+) -> Generator[Collected, None, None]:
     """Yield the batches of epoch 0 from a step on. options: of `Reader`."""
     reader = Reader(index, orders, 0, **{"ahead": 1, "in_flight": 1} | options)
     run = Run(reader, 0, step, until=1)

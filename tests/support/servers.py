@@ -340,7 +340,7 @@ def serving(
     handled_by: type[Handler] = Handler,
     **options: object,
 ) -> Iterator[Served]:
-    served = kind(root, **options)  # type: ignore[arg-type]
+    served = kind(root, **options)
     handler = type("OneHandler", (handled_by,), {"served": served})
     server = http.server.ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True

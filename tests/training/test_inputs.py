@@ -157,7 +157,7 @@ def test_class_numbers_as_inputs_are_those_of_training(tmp_path: Path) -> None:
     assert torch.cat(done.model.seen[-2:]).tolist() == [n % 3 for n in range(24, 40)]
     best = last(tmp_path / "run")
     for given in ({}, {"fields": fields}):
-        metrics = wt.evaluate(best, sets.val, model=Kinds, **given)[1]  # type: ignore[arg-type]
+        metrics = wt.evaluate(best, sets.val, model=Kinds, **given)[1]
         assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
     predicted = {}
     for name in sets._fields:

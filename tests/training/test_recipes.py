@@ -301,7 +301,7 @@ def test_help_lists_every_option_with_its_text() -> None:
         assert re.search(rf"^    {name}: \S", page, re.MULTILINE), name
         assert field.metadata["help"], name
     with pytest.raises(TypeError, match="'epoch'. Did you mean epochs"):
-        wt.train("shards", "run", epoch=3)
+        wt.train("shards", "run", epoch=3)  # type: ignore[call-arg]
 
 
 # --- optimizers ---

@@ -101,7 +101,7 @@ def test_a_falling_error_improves(halves: Path, tmp_path: Path, option: dict[str
 class Undirected(torchmetrics.MeanSquaredError):
     """A metric that does not say whether more of it is better."""
 
-    higher_is_better = None
+    higher_is_better = None  # type: ignore[assignment]
 
 
 def test_a_metric_without_a_direction_is_not_monitored(halves: Path, tmp_path: Path) -> None:

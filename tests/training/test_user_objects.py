@@ -154,6 +154,7 @@ class Lerp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -192,6 +193,7 @@ class Temperature(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -356,7 +358,7 @@ def torch_settings() -> dict[str, Any]:
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "only warned of": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "filled memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "filled memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "benchmark": torch.backends.cudnn.benchmark,
         "precision": torch.get_float32_matmul_precision(),
         "dtype": torch.get_default_dtype(),
