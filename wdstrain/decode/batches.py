@@ -40,7 +40,7 @@ class ReadBatch(NamedTuple):
     number: of the batch in the run. ids, rng_ids: int64[b], see `order.Steps`. valid: bool[b], False
     for padding. keys: of the samples. members: the needed fields, in the memory of the reader.
     bad: by row, field and reason of a sample whose bytes cannot be used; see `BadSample`.
-    slot: batch slot that the decoder fills.
+    slot: batch slot that the decoder fills. joined: texts of the rows from joined columns, by column.
     """
 
     number: int
@@ -52,6 +52,7 @@ class ReadBatch(NamedTuple):
     members: Members
     bad: Mapping[int, tuple[str, str]]
     slot: int = -1
+    joined: Mapping[str, list[str]] = {}
 
 
 class BadSample(NamedTuple):

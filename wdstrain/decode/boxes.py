@@ -92,7 +92,7 @@ class Boxes:
     """Field of `boxes`. image: field of the image that the boxes follow.
 
     classes: names in the order of the delivered numbers. stored: in that of the numbers in the
-    shards, if it differs.
+    shards, if it differs. column: the joined column that holds the boxes; "": the shards do.
     """
 
     names: tuple[str, ...]
@@ -101,6 +101,7 @@ class Boxes:
     classes: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     example: None = None
+    column: str = ""
 
     def read(
         self,
@@ -146,7 +147,12 @@ class Boxes:
         known = self._numbers if isinstance(label, (str, int)) else dict[Any, int | None]()
         number = known.get(label) if self.classes else label
         if not isinstance(number, int) or number < 0:
-            hint = "" if self.classes else ". Name them: wdstrain index FOLDER --label boxes.json"
+            how = (
+                "wt.boxes(..., classes=[...])"
+                if self.column
+                else "wdstrain index FOLDER --label boxes.json"
+            )
+            hint = "" if self.classes else f". Name them: {how}"
             raise SampleError(f"{label!r:.80} is none of the {len(self.classes)} classes{hint}")
         return number
 
@@ -157,10 +163,14 @@ class Boxes:
         return named | {n: named.get(name) for n, name in enumerate(self.stored or self.classes)}
 
     def of_index(self, index: Index) -> Boxes:
-        """Return the field with the classes that an index names.
+        """Return the field with the joined column or the classes that an index has for it.
 
-        Raises UsageError for sets that number them differently.
+        Raises UsageError for sets that number their classes differently.
         """
+        texts = (column for column in index.columns if column.is_joined and column.kind == "text")
+        for column in texts:
+            if f"{column.name.lower()}.json" in self.names:
+                return replace(self, column=column.name, names=("",))
         labels = (*index.labels, *index.differing, None)
         label = next(
             own for own in labels if not own or (own.kind == "boxes" and own.field in self.names)
@@ -193,9 +203,9 @@ def boxes(
     images, `labels`, int64[n] class numbers, and `offsets`, int64[b + 1] of the images in them. Its
     method `targets()` returns the list of {"boxes", "labels"} that detectors of torchvision take.
 
-    names: tar fields to look for, separated by ";"; `boxes` means `boxes.json`. They hold
-    {"boxes": [[x0, y0, x1, y1], ...], "labels": [...]} in pixels of the upright image, with names
-    or numbers of classes.
+    names: joined columns or tar fields to look for, separated by ";"; `boxes` means the column
+    `boxes`, else the field `boxes.json`. They hold {"boxes": [[x0, y0, x1, y1], ...],
+    "labels": [...]} in pixels of the upright image, with names or numbers of classes.
     size, augment, scale, ratio, crop_pct: the same as for the image. Boxes get the same crop,
     resize and flip. "trivialaugment" and "randaugment" also rotate and shear, so they are refused.
     classes: names in the order of the delivered numbers; default: those that the index names.
@@ -209,9 +219,9 @@ def boxes(
         targets = batch["boxes"].targets(first_class=1)
     """
     members = tuple(f"{name.removesuffix('.json')}.json" for name in fields.field_names(names))
-    before = members[0].removesuffix("boxes.json")
+    before, dot, _ = members[0].removesuffix(".json").rpartition(".")
     if image is None:
-        image = ";".join(f"{before}{extension}" for extension in EXTENSIONS)
+        image = ";".join(f"{before}{dot}{extension}" for extension in EXTENSIONS)
     like = fields.image(
         image, size=size, augment=augment, scale=scale, ratio=ratio, crop_pct=crop_pct
     )
@@ -225,7 +235,9 @@ def boxes(
 
 def needed_names(field: fields.Field) -> tuple[str, ...]:
     """Return the tar fields that a field reads: its own, and those of the image that boxes follow."""
-    return (*field.names, *field.image.names) if isinstance(field, Boxes) else field.names
+    if not isinstance(field, Boxes):
+        return field.names
+    return field.image.names if field.column else (*field.names, *field.image.names)
 
 
 # --- values ---------------------------------------------------------------------------------------

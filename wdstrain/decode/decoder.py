@@ -32,6 +32,7 @@ from wdstrain.shards.offsets import Ints
 Transform = Callable[..., Any]  # sample -> example, or (sample, rng) -> example
 Collate = Callable[[list[Any]], Mapping[str, Any]]  # examples of a batch, in order -> batch
 
+_GZIPPED = "; it is gzip data: pack fields uncompressed"
 _NOT_RANDOM = (Json, NumpyArray, LabelField)  # fields that use no random numbers
 
 
@@ -170,9 +171,12 @@ class Decoder:
                 member, out = "", None if column is None else column[row, ...]
                 view = self.arena.view[offset : offset + size]
                 try:
-                    if size < 0:
+                    if isinstance(field, Boxes) and field.column:
+                        view = memoryview(batch.joined[field.column][row].encode())
+                    elif size < 0:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
-                    member = self.field_names[number]
+                    else:
+                        member = self.field_names[number]
                     if isinstance(field, Boxes):
                         _, start, length = pictures[:, row].tolist()
                         picture = self.arena.view[start : start + length] if length >= 0 else None
@@ -180,11 +184,7 @@ class Decoder:
                     else:
                         values[row] = _checked(read_field(field, member, view, out, draws[row]))
                 except Exception as error:  # a user's field may raise anything
-                    hint = (
-                        "; it is gzip data: pack fields uncompressed"
-                        if bytes(view[:2]) == b"\x1f\x8b"
-                        else ""
-                    )
+                    hint = _GZIPPED if bytes(view[:2]) == b"\x1f\x8b" else ""
                     bad[row] = BadSample(row, member or name, f"{reason_of(error)}{hint}")
         return lists
 

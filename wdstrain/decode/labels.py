@@ -345,20 +345,22 @@ def label_columns(fields: Mapping[str, Field], index: Index) -> dict[str, LabelC
     Raises UsageError for such a joined column: there are no bytes.
     """
     columns = {name: _label_column(field, index) for name, field in fields.items()}
+    joined = {column.name: column for column in index.columns if column.is_joined}
     for name, field in fields.items():
         if isinstance(field, LabelField) and field.names == ("",) and columns[name] is None:
-            raise _incomplete(index, field)
+            raise _incomplete(joined[str(field.entry)], field.kind)
+        if isinstance(field, Boxes) and field.column and joined[field.column].stored.null_count:
+            raise _incomplete(joined[field.column], "list of boxes")
     return {name: column for name, column in columns.items() if column is not None}
 
 
-def _incomplete(index: Index, field: LabelField) -> UsageError:
+def _incomplete(column: Column, kind: str) -> UsageError:
     """Return the error for a field that a joined column does not give for every sample."""
-    column = next(column for column in index.columns if column.place == ("", field.entry))
     return UsageError(
-        f"the column {column.name}, {column.summary}, does not give every sample a {field.kind}: "
-        f"{column.stored.null_count} of {len(index)} samples have no value.",
-        "Leave them out: {where}, or declare what the values mean: wdstrain index SET --label "
-        f"{column.name}",
+        f"the column {column.name}, {column.summary}, does not give every sample a {kind}: "
+        f"{column.stored.null_count} of {len(column)} samples have no value.",
+        "Leave them out: {where}, or declare what the values of a label mean: wdstrain index SET "
+        f"--label {column.name}",
         {"where": f"`{column.name}` is not None"},
     )
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from wdstrain.augment.gpu import NO_SAMPLE, RNG, are_images
@@ -60,16 +61,22 @@ class BatchAssembler:
         index: Index,
         options: LoaderOptions,
         columns: Mapping[str, LabelColumn],
+        texts: Collection[str],
         needed_fields: Collection[str] | None,
         sources: Mapping[str, int],
     ) -> None:
-        """columns: labels that the index gives, by name. needed_fields: of the decoders; None: all.
+        """columns: labels that the index gives, by name. texts: joined columns that decoders need.
 
-        sources: of a mixture, the first sample id of each source.
+        needed_fields: of the decoders; None: all. sources: of a mixture, the first sample id of each source.
         """
         self._index, self._options, self._columns = index, options, columns
         self._needed_fields, self._source_names = needed_fields, list(sources)
         self._source_firsts = np.array(list(sources.values()), np.int64)
+        self._joined = [column for column in index.columns if column.name in texts]
+
+    def joined(self, ids: Ints) -> dict[str, list[str]]:
+        """Return the texts of samples that decoders need, by joined column."""
+        return {column.name: column.take(pa.array(ids)).to_pylist() for column in self._joined}
 
     def assemble(
         self, result: Result, batch: ReadBatch, order: Order, slots: Slots, decoder: Decoder
@@ -156,7 +163,9 @@ class BatchAssembler:
             rows = np.full(len(batch.ids), number)
             keys = self._index.keys(rows)
             members = sample_members(self._index, rows, self._needed_fields)
-            again = batch._replace(ids=rows, rng_ids=rows, keys=keys, members=members, bad={})
+            again = batch._replace(
+                ids=rows, rng_ids=rows, keys=keys, members=members, bad={}, joined=self.joined(rows)
+            )
             with _generators_kept():
                 # Worker processes seed the global random generators for each sample.
                 seeded = self._options.num_workers > 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.decode.batches import Layout, ReadBatch, Result, Slots
-from wdstrain.decode.boxes import needed_names
+from wdstrain.decode.boxes import Boxes, needed_names
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.decode.labels import label_columns
@@ -130,7 +130,8 @@ class Pipeline:
             context = options.multiprocessing_context
             self.workers = WorkerProcesses(decoder, limits, context)
         self._totals = StageTotals()
-        self._assembler = BatchAssembler(index, options, columns, needed, sources)
+        texts = {field.column for field in (fields or {}).values() if isinstance(field, Boxes)}
+        self._assembler = BatchAssembler(index, options, columns, texts, needed, sources)
         # Held while a batch is taken. Another thread may close the pipeline meanwhile.
         self._lock = threading.RLock()
         self._taker: Callable[[], object] = lambda: None  # weak
@@ -256,7 +257,8 @@ class Pipeline:
                 begun = time.perf_counter()
                 pending.append(batch._replace(slot=self.slots.take()))
                 keys = batch.keys if self._options.transform is not None else []
-                sent = pending[-1]._replace(keys=keys)
+                joined = self._assembler.joined(batch.ids)
+                sent = pending[-1]._replace(keys=keys, joined=joined)
                 self._totals.parse_seconds += time.perf_counter() - begun
                 yield sent
         except ReadStopped:

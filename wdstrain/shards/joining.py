@@ -6,6 +6,7 @@ may be larger than memory: with a folder, they are copied block by block into a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +26,9 @@ Cells = Any  # pa.ChunkedArray
 
 _BLOCK = 1 << 16  # rows that are copied at a time
 _RESERVED = ("key", "shard", "split", "offset", "size")  # names that every index has
+_BOXES = {"boxes", "labels"}  # of objects, as a field boxes.json has them
 _LISTS = {"text": "multi", "integer": "vector", "number": "vector"}  # by the kind of the items
-_RULE = "A column holds numbers, texts, true and false, or lists of names or of numbers."
+_RULE = "A column holds numbers, texts, true and false, boxes, or lists of names or of numbers."
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _texts(keys: pa.Array) -> list[str]:
 
 def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Column:
     """Return the column of the samples. rows: of each sample. Raises UsageError for other values."""
-    cells = _decoded(cells)
+    cells = _as_texts(name, _decoded(cells))
     kind = _kind_of(cells.type)
     if kind is None or cells.null_count == len(cells):
         raise UsageError(
@@ -231,6 +233,23 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
         raise UsageError(
             f"the column {name!r} of the table has values that no column can hold ({error}). {_RULE}"
         ) from None
+
+
+def _as_texts(name: str, cells: Cells) -> Cells:
+    """Return boxes, {"boxes": [[x0, y0, x1, y1], ...], "labels": [...]}, as JSON; others unchanged.
+
+    Raises UsageError for a box of other than four numbers.
+    """
+    if not pa.types.is_struct(cells.type) or {field.name for field in cells.type} != _BOXES:
+        return cells
+    sides = pc.unique(pc.list_value_length(pc.list_flatten(pc.struct_field(cells, "boxes"))))
+    if set(sides.to_pylist()) - {4}:
+        raise UsageError(
+            f"the column {name!r} of the table has a box of {sides.to_pylist()} numbers: boxes are "
+            "[x0, y0, x1, y1], in pixels of the upright image."
+        )
+    rows = (row and json.dumps(row) for chunk in cells.chunks for row in chunk.to_pylist())
+    return pa.chunked_array([pa.array(rows, pa.large_string())])
 
 
 def _overflows(numbers: pa.Array) -> bool:
