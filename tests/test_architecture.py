@@ -49,7 +49,7 @@ BUDGETS = {
     "training": 2928,
     "inspection": 1436,
     "loader": 1450,
-    "shards": 2397,
+    "shards": 2401,
     "decode": 1499,
     "storage": 1055,
     "reader": 476,

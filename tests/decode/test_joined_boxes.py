@@ -45,13 +45,23 @@ def test_boxes_of_a_joined_column_equal_those_of_the_shards(
     assert any(len(batch["found"].boxes) for batch in batches)
 
 
-def test_boxes_that_are_missing_or_of_three_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("boxes", "labels"), [([[1, 2, 3]], ["a"]), ([[1, 2, 3, 4]], []), (None, None), ([None], [1])]
+)
+def test_boxes_of_another_form_are_not_joined(boxes: Any, labels: Any, tmp_path: Path) -> None:
+    packed(tmp_path / "out", count=1)
+    table = [{"key": "k0", "more": {"boxes": boxes, "labels": labels}}]
+    with pytest.raises(
+        wt.UsageError, match="'more' .*: boxes are .x0, y0, x1, y1.* as many labels"
+    ):
+        wt.join(tmp_path / "out", table)
+
+
+def test_samples_without_a_value_of_joined_boxes_are_left_out_by_a_condition(
+    tmp_path: Path,
+) -> None:
     packed(tmp_path / "out")
-    three: Any = [{"key": "k1", "more": {"boxes": [[1, 2, 3]], "labels": ["a"]}}]
-    with pytest.raises(wt.UsageError, match=r"'more' .* a box of \[3\] numbers: .*x0, y0, x1, y1"):
-        wt.join(tmp_path / "out", three)
-    three[0]["more"]["boxes"] = [[1, 2, 3, 4]]
-    wt.join(tmp_path / "out", three)
+    wt.join(tmp_path / "out", [{"key": "k1", "more": {"boxes": [[1, 2, 3, 4]], "labels": ["a"]}}])
     fields = {"boxes": wt.boxes("more", classes=["a"])}
     with pytest.raises(wt.UsageError, match="11 of 12 samples have no value.*more.* is not None"):
         next(iter(wt.Loader(tmp_path / "out", fields, batch_size=1)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -238,18 +239,21 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
 def _as_texts(name: str, cells: Cells) -> Cells:
     """Return boxes, {"boxes": [[x0, y0, x1, y1], ...], "labels": [...]}, as JSON; others unchanged.
 
-    Raises UsageError for a box of other than four numbers.
+    Raises UsageError for a value of another form.
     """
     if not pa.types.is_struct(cells.type) or {field.name for field in cells.type} != _BOXES:
         return cells
-    sides = pc.unique(pc.list_value_length(pc.list_flatten(pc.struct_field(cells, "boxes"))))
-    if set(sides.to_pylist()) - {4}:
-        raise UsageError(
-            f"the column {name!r} of the table has a box of {sides.to_pylist()} numbers: boxes are "
-            "[x0, y0, x1, y1], in pixels of the upright image."
-        )
-    rows = (row and json.dumps(row) for chunk in cells.chunks for row in chunk.to_pylist())
-    return pa.chunked_array([pa.array(rows, pa.large_string())])
+    texts: list[str | None] = []
+    for row in chain.from_iterable(chunk.to_pylist() for chunk in cells.chunks):
+        boxes, labels = (row[part] for part in ("boxes", "labels")) if row else ([], [])
+        is_right = None not in (boxes, labels) and len(boxes) == len(labels)
+        if not is_right or any(len(box or ()) != 4 for box in boxes):
+            raise UsageError(
+                f"the column {name!r} of the table has {row!r:.80}: boxes are [x0, y0, x1, y1], in "
+                "pixels of the upright image, and there are as many labels."
+            )
+        texts.append(row and json.dumps(row))
+    return pa.chunked_array([pa.array(texts, pa.large_string())])
 
 
 def _overflows(numbers: pa.Array) -> bool:
