@@ -43,7 +43,7 @@ Piece = tuple[str, int, int]  # a file to copy: path, size, and when it was chan
 class Sample(NamedTuple):
     """A sample of a source.
 
-    key None: its number becomes the key. parts: (field, content); the content is bytes, the path of
+    key: wanted; `collect` makes it unique; None: its number becomes the key. parts: (field, content); the content is bytes, the path of
     a file to copy, or `Pixels` that a worker encodes. Samples of one group go to the same split.
     stratum: the class, for stratified splits and for counting. row: its number in the source, from
     1; 0: none. name: its name in the source, if the key differs. identity: equal for samples with
@@ -136,8 +136,7 @@ class Source:
     source: its provenance. total: number of samples; None: unknown. ignored: counts by reason, which
     grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards
     must not be put into. stratum: name of the column that the strata are from. has_files: all
-    contents are bytes and paths, and keys are final, so that samples are packed from where they are.
-    catalog: the `Catalog` of all good samples, if the source makes it itself.
+    contents are bytes and paths, so that samples are packed from where they are.
     """
 
     name: str
@@ -150,7 +149,6 @@ class Source:
     root: str | None = None
     stratum: str = ""
     has_files: bool = False
-    catalog: object = None
 
 
 class Keys:

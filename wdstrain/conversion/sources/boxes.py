@@ -23,7 +23,6 @@ from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.listing import (
     SPLITS,
     BadSample,
-    Keys,
     Sample,
     Source,
     check_there,
@@ -178,7 +177,6 @@ def _source(
     label, ignored = boxes_label("boxes.json", classes), Counter(ignored)
 
     def samples() -> Iterator[Sample | BadSample]:
-        keys = Keys()
         for path, stem, split, raster, boxes in pictures:
             try:
                 data = Path(path).read_bytes()
@@ -205,8 +203,7 @@ def _source(
                 labels = [own for (_, own), is_kept in zip(boxes, has_area, strict=True) if is_kept]
                 document = {"boxes": corners[has_area].tolist(), "labels": labels}
                 parts = [(field, path), ("boxes.json", json.dumps(document).encode())]
-                key = keys.key(stem)
-                yield Sample(key, parts, split, name=stem if key != stem else "")
+                yield Sample(stem, parts, split)
 
     return Source(
         name,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wdstrain.conversion.labels import stated_classes
-from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_there, image_field, walk
+from wdstrain.conversion.listing import SPLITS, Sample, Source, check_there, image_field, walk
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import refuse
@@ -64,13 +64,11 @@ def list_folder(
         "Rename it, or add it at the end of the classes.",
     )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
-    keys, items = Keys(), list[Sample]()
+    items = list[Sample]()
     for image in images if masks is None else _with_masks(source, masks, images, ignored):
         file, *mask = image.parts
         parts = [file, *([("cls", numbers[image.stratum])] if classes else []), *mask]
-        stem = image.name.rpartition(".")[0]
-        key = keys.key(stem)
-        items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
+        items.append(image._replace(parts=parts))
     labels = [ColumnInfo("label", "class", "cls", classes=tuple(numbers))] if classes else []
     if mask_classes:
         fields = sorted({item.parts[-1][0] for item in items})
@@ -127,7 +125,8 @@ def _find_images(
         for name, path, field in _image_files(root, ignored):
             kind, is_inside, _ = ("", True, "") if flat else name.partition("/")
             if is_inside:
-                images.append(Sample(None, [(field, path)], split, stratum=kind, name=name))
+                stem = name.rpartition(".")[0]
+                images.append(Sample(stem, [(field, path)], split, stratum=kind, name=name))
             else:
                 outside += 1
     ignored["images outside a class folder"] += outside

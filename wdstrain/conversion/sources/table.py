@@ -23,13 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.collect import Catalog, text_hash
 from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
-    Keys,
     Sample,
     Source,
     image_field,
@@ -64,8 +62,7 @@ def open_table(options: TableOptions) -> Source:
     columns that are missing or ambiguous, SourceError for a table that cannot be read.
     """
     bad = BadSamples(collect=options.on_error == "skip")
-    rows = _Rows(read_table(options, bad), options)
-    return rows.stream(bad) if rows.holds_bytes() else rows.listing(bad)
+    return _Rows(read_table(options, bad), options).source(bad)
 
 
 class _Rows:
@@ -114,45 +111,44 @@ class _Rows:
 
     # --- sources ----------------------------------------------------------------------------------
 
-    def holds_bytes(self) -> bool:
+    def source(self, bad: BadSamples) -> Source:
+        """Return the rows as a source. bad: rows that could not be read."""
+        options, files, labels = self._options, self._table.files, self.labels
+        images = None if self._holds_bytes() else _Images(files, options.root)
+        begin = f"files; relative paths begin at {images.base or '.'}" if images else ""
+        names = ("group_by", "split_by", "where", "text")
+        stated = {name: getattr(options, name) for name in names}
+        about = {
+            "kind": "table",
+            "image": options.image,
+            "labels": [label.name for label in labels],
+            **{name: value for name, value in stated.items() if value is not None},
+            **stated_classes(options.classes),
+            "decided": [
+                f"images: {begin or f'bytes in the column {self._images[0]!r}'}",
+                *self._lines(),
+            ],
+        }
+        count = int(self._chosen.sum())
+        left_out = len(self._chosen) - count
+        return Source(
+            files.name,
+            lambda: chain(bad.bad, self._samples(images)),
+            lambda: labels,
+            about,
+            count,
+            ignored={"rows that do not meet the condition": left_out} if left_out else {},
+            stratum=self._stratum,
+            has_files=images is not None,
+        )
+
+    def _holds_bytes(self) -> bool:
         """Return whether the images themselves are in the table."""
         return any(
             isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
             for _, _, columns in self._table.batches(self._apart)
             for cells in columns.values()
             for cell in cells
-        )
-
-    def listing(self, bad: BadSamples) -> Source:
-        """Return the rows whose images are files."""
-        files, seed = self._table.files, self._options.seed
-        images, keys = _Images(files, self._options.root), Keys()
-        catalog = Catalog(files.name, seed, has_files=True)
-        firsts: dict[int, str] = {}  # hash of an image's place -> key of the first row that has it
-        for entry in self._samples(images):
-            if isinstance(entry, BadSample):
-                bad.put(entry)
-                continue
-            stem = os.path.splitext(entry.name)[0]
-            key = keys.key(stem)
-            sample = entry._replace(
-                key=key,
-                name=entry.name if key != stem else "",
-                identity=firsts.setdefault(hash(entry.identity), key),
-            )
-            catalog.add(text_hash(seed, key), sample, list(entry.parts))
-        decided = [
-            f"images: {images.exist} of {images.asked} paths exist; relative paths begin at "
-            f"{images.base or '.'}",
-            *self._lines(),
-        ]
-        if twice := len(catalog.items) - len(firsts):
-            decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        return replace(
-            self._source(decided),
-            samples=lambda: bad.bad,
-            has_files=True,
-            catalog=catalog.finish(),
         )
 
     def _paths(self) -> Iterator[str]:
@@ -169,37 +165,6 @@ class _Rows:
             return texts[0] if self._apart else ""
         by_name = dict(zip(self._images, texts, strict=True))
         return _COLUMN.sub(lambda match: by_name[match[1]], self._options.image)
-
-    def stream(self, bad: BadSamples) -> Source:
-        """Return the rows whose images are bytes in the table."""
-        return replace(
-            self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
-            samples=lambda: chain(bad.bad, self._samples()),
-            total=int(self._chosen.sum()),
-        )
-
-    def _source(self, decided: list[str]) -> Source:
-        options, labels = self._options, self.labels  # not self: the table need not be kept
-        stated = {
-            name: getattr(options, name) for name in ("group_by", "split_by", "where", "text")
-        }
-        source = {
-            "kind": "table",
-            "image": options.image,
-            "labels": [label.name for label in labels],
-            **{name: value for name, value in stated.items() if value is not None},
-            **stated_classes(options.classes),
-            "decided": decided,
-        }
-        left_out = int((~self._chosen).sum())
-        return Source(
-            self._table.files.name,
-            tuple,
-            lambda: labels,
-            source,
-            ignored={"rows that do not meet the condition": left_out} if left_out else {},
-            stratum=self._stratum,
-        )
 
     def _lines(self) -> list[str]:
         """Return decisions and changes, except for the images."""
@@ -349,14 +314,11 @@ def _bytes_image(cell: Any, name: str) -> Sample:
 
 
 class _Images:
-    """Images of a table that are files, with relative paths from the base.
-
-    asked, exist: number of paths so far.
-    """
+    """Images of a table that are files, with relative paths from the base."""
 
     def __init__(self, files: TableFiles, root: str | os.PathLike[str] | None) -> None:
         base = files.base if root is None else os.fspath(root)
-        self.base, self.asked, self.exist = base or "", 0, 0
+        self.base = base or ""
         # keys do not say where the folder is
         self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
 
@@ -364,7 +326,6 @@ class _Images:
         """Return a sample of the image at a path. Raises SourceError."""
         if not path:
             raise SourceError("there is no path of an image")
-        self.asked += 1
         field, file = image_field(path), os.path.join(self.base, path)
         if field is None:
             raise SourceError("the path has no extension of an image")
@@ -373,6 +334,6 @@ class _Images:
                 "the image is not there; check the option root, which says where relative paths "
                 "begin, and the permissions"
             )
-        self.exist += 1
         name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
-        return Sample(None, [(field, piece_of(file))], name=name, identity=os.path.abspath(file))
+        key, parts = os.path.splitext(name)[0], [(field, piece_of(file))]
+        return Sample(key, parts, name=name, identity=os.path.abspath(file))
