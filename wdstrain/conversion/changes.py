@@ -30,6 +30,7 @@ from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError, logger
 from wdstrain.order.rng import U64, bits, key
 from wdstrain.runtime.options import refuse, takes
+from wdstrain.shards.columns import Column
 from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index
@@ -120,23 +121,27 @@ def _are_alike(old: ColumnInfo, new: ColumnInfo) -> bool:
     return same and replace(old, classes=()) == replace(new, classes=())
 
 
-def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Index:
-    """Return the index of the set with the new shards. entry: the record of this append.
+def appended(
+    former: Index, new: Index, values: Sequence[Column], entry: dict[str, Any], out: str
+) -> Index:
+    """Return the index of the set with the new shards.
 
-    Raises UsageError if the new samples have keys of the set, other fields, or other kinds of
-    values in a column.
+    values: of the new samples, also those that no column can hold. entry: the record of this
+    append. Raises UsageError if the new samples have keys of the set, other fields, or other kinds
+    of values in a column.
     """
     check_keys(former, new.keys(np.arange(len(new))), out)
     _check_fields(former, new, out)
-    if sizes := [
-        column.name for column in former.columns if column.entry and is_image(column.field)
-    ]:
+    # A column would lack the values of the new samples: sizes of images, and what no column holds.
+    lost = {column.place for column in values} - {column.place for column in new.columns}
+    lost |= {c.place for c in former.columns if c.entry and is_image(c.field)}
+    if dropped := [column.name for column in former.columns if column.place in lost]:
         logger.warning(
-            "the columns %s are left out, as the new samples have none. To make them again: "
-            "wdstrain index %s --columns %s",
-            *(", ".join(sizes), out, ",".join(sizes)),
+            "%s: the index has no columns %s any more, which lack the new samples. To make them "
+            "again: wdstrain index %s --columns %s",
+            *(out, ", ".join(dropped), out, ",".join(dropped)),
         )
-        former = former.with_columns([c for c in former.columns if c.name not in sizes])
+        former = former.with_columns([c for c in former.columns if c.place not in lost])
     columns = {column.place: column for column in former.columns}
     # Without a column the set may still have values in its bytes, and nulls would hide them.
     known = [column for column in new.columns if column.place in columns]

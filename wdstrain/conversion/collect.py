@@ -269,8 +269,8 @@ def collect(
                 continue
         else:
             parts = files.put(rank, sample.parts)
+            progress(len(catalog.items) + 1, files.bytes)
         catalog.add(rank, sample, parts)
-        progress(len(catalog.items), files.bytes)
     files.flush()
     return catalog.finish()
 

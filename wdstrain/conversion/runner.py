@@ -13,7 +13,6 @@ its samples, so `resume` writes only what is missing.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections import Counter
@@ -24,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from wdstrain.conversion.changes import (
     appended,
@@ -45,7 +45,8 @@ from wdstrain.conversion.shard_plan import (
 from wdstrain.conversion.shard_writer import Packed, write_shards
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.declare import with_labels
+from wdstrain.shards.columns import Column
+from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import json_bytes
@@ -57,14 +58,8 @@ from wdstrain.storage.files import write_whole
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
 _ENCODE_BATCH = 6 << 20
-_DROPPED = (
-    "%s: the index has no column '%s' any more: it cannot hold the values of the new samples. "
-    "They are in the shards."
-)
 # Numbers and quoted names in a reason, which differ from sample to sample.
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-
-_log = logging.getLogger("wdstrain")
 
 
 class Step(NamedTuple):
@@ -120,10 +115,6 @@ def convert(
     that were in `out` before are unchanged.
     """
     _check(source, out, options)
-    if progress is not None and not callable(progress):
-        raise UsageError(
-            "must be a function of a Step, or None.", option="progress", value=progress
-        )
     run = _Run(source, options, progress, BadSamples(options.on_error == "skip"))
     with Staging(
         out,
@@ -210,8 +201,9 @@ class _Run:
             shards.append(Shard(path, len(sizes), sum(sizes) + len(END), shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
-        samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
-        renamed = len(catalog.renamed.keys() & set(np.concatenate([s.numbers for s in plan])))
+        planned = np.concatenate([shard.numbers for shard in plan])
+        samples = counted(index, catalog, planned)
+        renamed = len(catalog.renamed.keys() & set(planned.tolist()))
         return ConversionResult(index, self._info(samples, renamed, None), self.bad.bad)
 
     def pack(self, staging: Staging) -> ConversionResult:
@@ -296,14 +288,13 @@ class _Run:
                 f"and {self.limited} left out by limit. Please report this."
             )
         indexes = [part.index for part in parts]
-        places = [(part.index.shards[0].split, part.numbers) for part in parts]
-        renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
-        samples = counted(catalog, places, self.labels)
-        info = self._info(
-            samples, len(renamed), divided_images([*indexes, *filter(None, [former])])
-        )
+        renamed = [names[n] for part in parts for n in part.numbers.tolist() if n in names]
         joined = join(indexes)
-        index = replace(with_labels(joined, self.labels), info=info)
+        index = with_labels(joined, self.labels)
+        divided = divided_images([*indexes, *filter(None, [former])])
+        samples = counted(index, catalog, np.concatenate([part.numbers for part in parts]))
+        info = self._info(samples, len(renamed), divided)
+        index = replace(index, info=info)
         result = ConversionResult(index, info, bad, sum(part.is_kept for part in parts))
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
@@ -313,13 +304,7 @@ class _Run:
         )
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
-            # A column would lack the values of the new samples that no column can hold.
-            lost = {c.place for c in joined.columns} - {c.place for c in index.columns}
-            for column in former.columns:
-                if column.place in lost:
-                    _log.warning(_DROPPED, staging.shown, column.name)
-            former = former.with_columns([c for c in former.columns if c.place not in lost])
-            index = appended(former, index, entry, staging.shown)
+            index = appended(former, index, joined.columns, entry, staging.shown)
         staging.commit(index, lists)
         return replace(result, index=index)
 
@@ -400,25 +385,15 @@ def _reasons(bad: Iterable[BadSample]) -> dict[str, int]:
     return dict(Counter(kinds).most_common())
 
 
-def counted(
-    catalog: Catalog, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
-) -> dict[str, dict[str, int]]:
+def counted(index: Index, catalog: Catalog, numbers: Ints) -> dict[str, dict[str, int]]:
     """Return the number of samples by split and class; "" is the class of no class.
 
-    places: a split and numbers of samples. Classes are in the order of the labels, then by name.
+    numbers: of the samples of the index, in the catalog.
     """
-    order = {name: place for label in labels for place, name in enumerate(label.classes)}
-    sums = dict[str, Ints]()
-    for split, numbers in places:
-        counts = np.bincount(catalog.stratum[numbers], minlength=len(catalog.strata))
-        sums[split] = sums.get(split, 0) + counts
-    ranked = sorted(
-        enumerate(catalog.strata), key=lambda row: (order.get(row[1], len(order)), row[1])
-    )
-    return {
-        split: {name: int(counts[code]) for code, name in ranked if counts[code]}
-        for split, counts in sums.items()
-    }
+    labels = [label for label in index.labels if label.is_class] or [ColumnInfo("", "class", "")]
+    classes = pa.array(np.array([*catalog.strata], object)[catalog.stratum[numbers]]).dictionary_encode()
+    index = index.with_columns([Column.of(labels[0], classes)])
+    return class_counts(replace(index, labels=tuple(labels)))
 
 
 def divided_images(parts: Iterable[Index]) -> int:
