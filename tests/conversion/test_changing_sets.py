@@ -434,7 +434,6 @@ def test_if_every_sample_is_bad_the_reasons_are_listed(
     for options in ({}, {"quality": 50}):
         with pytest.raises(SourceError, match="all of 9 samples were skipped: 9 x its jpg"):
             wt.pack(bad, tmp_path, on_error="skip", **split, **options)
-    assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 9
     packed(tmp_path, range(5))
     assert contents(tmp_path) == expected(range(5))
 

@@ -22,10 +22,10 @@ import pyarrow as pa
 
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.options import JoinOptions, RemoveOptions, TableOptions
-from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.packing import write_samples
 from wdstrain.conversion.sources.shards import ids_of_keys
-from wdstrain.conversion.sources.table_files import find_files
-from wdstrain.conversion.sources.table_read import open_parquet, read_table
+from wdstrain.conversion.sources.table_data import read_table
+from wdstrain.conversion.sources.table_files import find_files, open_parquet
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError, logger
 from wdstrain.order.rng import U64, bits, key
@@ -99,8 +99,8 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
 
     The new samples may have more classes, after those of the set.
     """
-    own = [label for label in former.labels if not label.is_joined]
-    known, new = ({label.name: label for label in part} for part in (own, labels))
+    known = {label.name: label for label in former.labels if not label.is_joined}
+    new = {label.name: label for label in labels}
     for name in known | new:
         old, now = known.get(name), new.get(name)
         if old is None or now is None or not _are_alike(old, now):
@@ -230,9 +230,13 @@ def remove(options: RemoveOptions) -> RemoveResult:
             with disk_errors(folder, _UNCHANGED):
                 index = _rewrite(staging, index, ids, options)
     rewritten, deleted = (left > 0) & (left < counts), (left == 0)
-    size = sum(shard.bytes for shard in index.shards)
     return RemoveResult(
-        folder, len(ids), int(left.sum()), size, int(rewritten.sum()), int(deleted.sum())
+        folder,
+        removed=len(ids),
+        samples=int(left.sum()),
+        bytes=sum(shard.bytes for shard in index.shards),
+        rewritten=int(rewritten.sum()),
+        deleted=int(deleted.sum()),
     )
 
 
@@ -278,10 +282,9 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
         if number not in changed:
             parts.append(old)
         elif len(local):
-            path = os.path.join(folder, f"{number:06d}")
             # Read forward, and compared with the crc32 of each member.
             samples = ((old.key(row), list(fields.items())) for row, fields in old.read(local))
-            new = staging.add(write_samples(path, shard.split, samples))
+            new = staging.add(write_samples(f"{folder}/{number:06d}", shard.split, samples))
             new = new.with_columns(old.take(local).columns)
             parts.append(replace(new, labels=index.labels))
             copied += len(local)

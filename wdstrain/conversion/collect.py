@@ -154,8 +154,14 @@ class Catalog:
             numbers = numbers[count:]
 
     def _read(self, item: Sample) -> Fetched:
+        """Return key and parts of a sample, or the error of a file that has changed."""
+        parts = item.parts
         try:
-            return str(item.key), (_from_files if self.has_files else _from_spool)(item.parts)
+            return str(item.key), (
+                [(f, part if isinstance(part, bytes) else _file(*part)) for f, part in parts]
+                if self.has_files
+                else _from_spool(parts)
+            )
         except SampleError as error:
             return str(item.key), error
 
@@ -166,8 +172,7 @@ class Catalog:
         for part in parts:
             first, _, field, offset, size, crc = part.offsets.members
             rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
-            path = part.shards[0].path
-            pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
+            pieces = [(part.fields[f], (part.shards[0].path, *piece)) for f, *piece in rows]
             for row, key in enumerate(part.keys(np.arange(len(part)))):
                 made.items.append(Sample(key, pieces[first[row] : first[row + 1]]))
         made.sizes = np.concatenate([part.offsets.size for part in parts])
@@ -184,11 +189,6 @@ def bad_sample(source: str, item: Sample, reason: str, *, has_files: bool) -> Ba
         return BadSample(source, 0, item.name or str(item.key), reason)
     first = next((part for _, part in item.parts if not isinstance(part, bytes)), str(item.key))
     return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
-
-
-def _from_files(parts: Sequence[tuple[str, Any]]) -> list[Part]:
-    """Return the parts of a sample. Raises SampleError for a file that has another size."""
-    return [(field, part if isinstance(part, bytes) else _file(*part)) for field, part in parts]
 
 
 def _file(path: str, size: int, mtime_ns: int) -> bytes:
@@ -263,7 +263,10 @@ def collect(
             if sample.identity:
                 sample = sample._replace(identity=firsts.setdefault(hash(sample.identity), key))
             try:
-                parts = _pieces(sample.parts)
+                parts = [
+                    (field, piece_of(part) if isinstance(part, str) else part)
+                    for field, part in sample.parts
+                ]
             except SampleError as error:
                 bad.put(bad_sample(source.name, sample, str(error), has_files=True))
                 continue
@@ -273,11 +276,6 @@ def collect(
         catalog.add(rank, sample, parts)
     files.flush()
     return catalog.finish()
-
-
-def _pieces(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return parts with the states of their files. Raises SampleError for one that is unusable."""
-    return [(field, piece_of(part) if isinstance(part, str) else part) for field, part in parts]
 
 
 class _Spool:

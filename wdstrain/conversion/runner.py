@@ -12,7 +12,6 @@ its samples, so `resume` writes only what is missing.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -34,17 +33,19 @@ from wdstrain.conversion.changes import (
 )
 from wdstrain.conversion.collect import Catalog, collect
 from wdstrain.conversion.encode import Recipe
-from wdstrain.conversion.listing import BadSample, BadSamples, Source
+from wdstrain.conversion.listing import BadSample, BadSamples, Source, reject
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.shard_plan import (
+from wdstrain.conversion.packing import (
+    Packed,
     PlannedShard,
     batches,
     chosen,
     plan_shards,
+    write_shards,
 )
-from wdstrain.conversion.shard_writer import Packed, write_shards
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.errors import SourceError, UsageError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.columns import Column
 from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.formats import is_image
@@ -97,7 +98,7 @@ class ConversionResult:
     @property
     def limited(self) -> int:
         """Number of good samples that the option `limit` left out."""
-        return int(self.info["listed"]) - len(self.bad) - self.packed
+        return int(self.info["listed"] - self.info["skipped"]) - self.packed
 
     @property
     def skipped_reasons(self) -> dict[str, int]:
@@ -127,9 +128,7 @@ def convert(
         if staging.is_complete:  # the samples of the source are not compared
             index = staging.load()
             staging.compare(index.info, run.call, "a finished")
-            rows = map(json.loads, (staging.target.read(SKIPPED_NAME) or b"").splitlines())
-            bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in rows]
-            return ConversionResult(index, index.info, bad, len(index.shards))
+            return ConversionResult(index, index.info, [], len(index.shards))
         run.former = staging.load() if options.append else None
         if options.dry_run:
             return run.planned_only(out)
@@ -141,19 +140,18 @@ def _check(source: Source, out: str, options: Options) -> None:
     """Raise UsageError for an output folder or a label that does not fit the source."""
     if source.root is not None:
         real, root = os.path.realpath(out), os.path.realpath(source.root)
-        if real == root or real.startswith(os.path.join(root, "")):
-            raise UsageError(
-                f"{out} lies in {source.root}, which is being converted.",
-                "Put the shards into another folder.",
-            )
-    if options.stratify is not None and options.stratify != source.stratum:
-        raise UsageError(
-            f"{source.name} has no such label of "
-            f"classes{f', but {source.stratum!r}' if source.stratum else ''}.",
-            "Name a label of classes, or leave stratify out.",
-            option="stratify",
-            value=options.stratify,
+        refuse(
+            real == root or real.startswith(os.path.join(root, "")),
+            f"{out} lies in {source.root}, which is being converted.",
+            "Put the shards into another folder.",
         )
+    refuse(
+        options.stratify is not None and options.stratify != source.stratum,
+        f"{{stratify}}: {source.name} has no such label of "
+        f"classes{f', but {source.stratum!r}' if source.stratum else ''}.",
+        "Name a label of classes, or leave stratify out.",
+        stratify=options.stratify,
+    )
 
 
 @dataclass
@@ -197,8 +195,8 @@ class _Run:
         for shard in plan:
             keys, sizes = catalog.keys(shard.numbers), catalog.sizes[shard.numbers].tolist()
             rows += [(key, 0, size, ()) for key, size in zip(keys, sizes, strict=True)]
-            path = f"{out.rstrip('/')}/{shard.name}"
-            shards.append(Shard(path, len(sizes), sum(sizes) + len(END), shard.split))
+            path, size = os.path.join(out, shard.name), sum(sizes) + len(END)
+            shards.append(Shard(path, len(sizes), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
         planned = np.concatenate([shard.numbers for shard in plan])
@@ -210,10 +208,8 @@ class _Run:
         """Write the shards and put them in place."""
         try:
             return self._finish(staging, *self._written(staging))
-        except (UsageError, _NothingError) as error:  # there is nothing to resume
+        except (UsageError, _NothingError):  # there is nothing to resume
             staging.discard()
-            if isinstance(error, _NothingError) and not self.former and not staging.is_bucket:
-                self._write_lists(staging.shown, [])
             raise
 
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
@@ -282,11 +278,11 @@ class _Run:
         bad, former, names = self.bad.bad, self.former, catalog.renamed
         packed = sum(len(part.numbers) for part in parts)
         self._check_any(packed)
-        if self.listed != packed + len(bad) + self.limited:
-            raise SourceError(
-                f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
-                f"and {self.limited} left out by limit. Please report this."
-            )
+        reject(
+            self.listed != packed + len(bad) + self.limited,
+            f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
+            f"and {self.limited} left out by limit. Please report this.",
+        )
         indexes = [part.index for part in parts]
         renamed = [names[n] for part in parts for n in part.numbers.tolist() if n in names]
         joined = join(indexes)
@@ -391,7 +387,9 @@ def counted(index: Index, catalog: Catalog, numbers: Ints) -> dict[str, dict[str
     numbers: of the samples of the index, in the catalog.
     """
     labels = [label for label in index.labels if label.is_class] or [ColumnInfo("", "class", "")]
-    classes = pa.array(np.array([*catalog.strata], object)[catalog.stratum[numbers]]).dictionary_encode()
+    classes = pa.array(
+        np.array([*catalog.strata], object)[catalog.stratum[numbers]]
+    ).dictionary_encode()
     index = index.with_columns([Column.of(labels[0], classes)])
     return class_counts(replace(index, labels=tuple(labels)))
 

@@ -32,17 +32,18 @@ from wdstrain.conversion.listing import (
     Source,
     image_field,
     piece_of,
+    reject,
 )
 from wdstrain.conversion.options import TableOptions
-from wdstrain.conversion.sources.table_cells import (
+from wdstrain.conversion.sources.table_data import (
+    Table,
     distinct,
     each,
     json_fields,
+    read_table,
     values_of,
 )
-from wdstrain.conversion.sources.table_files import TableFiles
-from wdstrain.conversion.sources.table_read import Table, read_table
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.columns import as_label, inferred
@@ -76,11 +77,12 @@ class _Rows:
         asked = _asked_labels(table, options, self._apart)
         others = (options.group_by, options.split_by, options.stratify, options.text)
         named = (*(self._images or [options.image]), *asked, *filter(None, others))
-        if missing := [name for name in named if name not in table.columns]:
-            raise UsageError(
-                f"{table.files.name} has no column '{missing[0]}'.",
-                f"Use one of its columns: {', '.join(table.columns)}.",
-            )
+        missing = [name for name in named if name not in table.columns]
+        refuse(
+            missing,
+            f"{table.files.name} has no column '{', '.join(missing[:1])}'.",
+            f"Use one of its columns: {', '.join(table.columns)}.",
+        )
         self._chosen = _chosen_rows(table, options.where)
         fixed = fixed_classes(options.classes, options.like, list(asked.items()))
         self._labels = {name: self._decide(name, asked[name], fixed.get(name)) for name in asked}
@@ -92,6 +94,11 @@ class _Rows:
             labels = [replace(classes, field="cls", entry=None)]
         self.labels: tuple[ColumnInfo, ...] = tuple(labels)
         self._stratum = options.stratify or ("" if classes is None else classes.name)
+        self._has_files = not self._holds_bytes()
+        base = table.files.base if options.root is None else os.fspath(options.root)
+        self._base = base or ""
+        # keys do not say where the folder is
+        self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
         self._file_splits = {} if options.split_by else table.files.splits()
 
     def _decide(self, name: str, kind: str | None, fixed: ColumnInfo | None) -> Decision:
@@ -114,10 +121,8 @@ class _Rows:
     def source(self, bad: BadSamples) -> Source:
         """Return the rows as a source. bad: rows that could not be read."""
         options, files, labels = self._options, self._table.files, self.labels
-        images = None if self._holds_bytes() else _Images(files, options.root)
-        begin = f"files; relative paths begin at {images.base or '.'}" if images else ""
-        names = ("group_by", "split_by", "where", "text")
-        stated = {name: getattr(options, name) for name in names}
+        begin = f"files; relative paths begin at {self._base or '.'}" if self._has_files else ""
+        stated = {n: getattr(options, n) for n in ("group_by", "split_by", "where", "text")}
         about = {
             "kind": "table",
             "image": options.image,
@@ -133,13 +138,13 @@ class _Rows:
         left_out = len(self._chosen) - count
         return Source(
             files.name,
-            lambda: chain(bad.bad, self._samples(images)),
+            lambda: chain(bad.bad, self._samples()),
             lambda: labels,
             about,
             count,
             ignored={"rows that do not meet the condition": left_out} if left_out else {},
             stratum=self._stratum,
-            has_files=images is not None,
+            has_files=self._has_files,
         )
 
     def _holds_bytes(self) -> bool:
@@ -183,26 +188,22 @@ class _Rows:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _samples(self, images: _Images | None = None) -> Iterator[Sample | BadSample]:
-        """Yield the chosen rows as samples, whose name is that of the image.
-
-        images: those that are files; None: the images are cells.
-        """
-        paths, rows = self._paths() if images is not None else repeat(""), count()
+    def _samples(self) -> Iterator[Sample | BadSample]:
+        """Yield the chosen rows as samples, whose name is that of the image."""
+        paths, rows = self._paths() if self._has_files else repeat(""), count()
         for file, lines, columns in self._table.batches(self._table.columns):
             for line, row, *values in zip(lines, rows, *columns.values(), strict=False):
                 if not self._chosen[row]:
                     continue
                 cells, path = dict(zip(columns, values, strict=True)), next(paths)
                 try:
-                    yield self._sample(images, path, cells, file, line, row)
+                    yield self._sample(path, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
                     yield BadSample(shown_path(file), line, path, str(error))
 
     def _sample(
         self,
-        images: _Images | None,
         path: str,
         cells: dict[str, Any],
         file: str,
@@ -222,10 +223,10 @@ class _Rows:
             raise SampleError(f"the split column '{options.split_by}' is empty")
         stratum = str(cells[self._stratum]) if self._stratum else ""
         cell = cells.pop(options.image, None)  # None: a template
-        if images is None:
-            sample = _bytes_image(cell, f"{self._table.files.key_prefix(file)}row-{line:09d}")
+        if self._has_files:
+            sample = self._file_image(path)
         else:
-            sample = images.image(path)
+            sample = _bytes_image(cell, f"{self._table.files.key_prefix(file)}row-{line:09d}")
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
@@ -248,6 +249,22 @@ class _Rows:
             identity=sample.identity,
         )
 
+    def _file_image(self, path: str) -> Sample:
+        """Return a sample of the image at a path. Raises SourceError."""
+        if not path:
+            raise SourceError("there is no path of an image")
+        field, file = image_field(path), os.path.join(self._base, path)
+        if field is None:
+            raise SourceError("the path has no extension of an image")
+        if not os.path.isfile(file):
+            raise SourceError(
+                "the image is not there; check the option root, which says where relative paths "
+                "begin, and the permissions"
+            )
+        name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
+        key, parts = os.path.splitext(name)[0], [(field, piece_of(file))]
+        return Sample(key, parts, name=name, identity=os.path.abspath(file))
+
 
 def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict[str, str | None]:
     """Return {column: kind or None} of each label."""
@@ -256,12 +273,11 @@ def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict
     for label in as_list(options.label):
         name, _, kind = label.rpartition(":")
         is_stated = name in table.columns and label not in table.columns
-        if is_stated and kind not in KINDS:
-            raise UsageError(
-                f"the kind must be one of {', '.join(KINDS)}.",
-                option="label",
-                value=label,
-            )
+        refuse(
+            is_stated and kind not in KINDS,
+            f"{{label}}: the kind must be one of {', '.join(KINDS)}.",
+            label=label,
+        )
         names.append(name if is_stated else label)
         asked[names[-1]] = kind if is_stated else None
     refuse(
@@ -283,12 +299,12 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
         if classes is not None and column.kind == "integer":
             columns[place] = as_label(column, replace(column, kind="class", classes=classes))
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
-    if not chosen.any():
-        raise SourceError(
-            f"{table.files.name}: none of {len(table)} rows meets {{where}}.",
-            "Change the condition.",
-            {"where": where},
-        )
+    reject(
+        not chosen.any(),
+        f"{table.files.name}: none of {len(table)} rows meets {{where}}.",
+        "Change the condition.",
+        where=where,
+    )
     return chosen
 
 
@@ -311,29 +327,3 @@ def _bytes_image(cell: Any, name: str) -> Sample:
         raise SourceError("there are no bytes of an image")
     identity = blake2b(cell, digest_size=16).hexdigest()
     return Sample(os.path.splitext(name)[0], [(field_of(cell), cell)], identity=identity)
-
-
-class _Images:
-    """Images of a table that are files, with relative paths from the base."""
-
-    def __init__(self, files: TableFiles, root: str | os.PathLike[str] | None) -> None:
-        base = files.base if root is None else os.fspath(root)
-        self.base = base or ""
-        # keys do not say where the folder is
-        self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
-
-    def image(self, path: str) -> Sample:
-        """Return a sample of the image at a path. Raises SourceError."""
-        if not path:
-            raise SourceError("there is no path of an image")
-        field, file = image_field(path), os.path.join(self.base, path)
-        if field is None:
-            raise SourceError("the path has no extension of an image")
-        if not os.path.isfile(file):
-            raise SourceError(
-                "the image is not there; check the option root, which says where relative paths "
-                "begin, and the permissions"
-            )
-        name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
-        key, parts = os.path.splitext(name)[0], [(field, piece_of(file))]
-        return Sample(key, parts, name=name, identity=os.path.abspath(file))
