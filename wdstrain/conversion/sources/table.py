@@ -121,7 +121,11 @@ class _Rows:
     def source(self, bad: BadSamples) -> Source:
         """Return the rows as a source. bad: rows that could not be read."""
         options, files, labels = self._options, self._table.files, self.labels
-        begin = f"files; relative paths begin at {self._base or '.'}" if self._has_files else ""
+        images = (
+            f"files; relative paths begin at {self._base or '.'}"
+            if self._has_files
+            else f"bytes in the column '{self._images[0]}'"
+        )
         stated = {n: getattr(options, n) for n in ("group_by", "split_by", "where", "text")}
         about = {
             "kind": "table",
@@ -129,10 +133,7 @@ class _Rows:
             "labels": [label.name for label in labels],
             **{name: value for name, value in stated.items() if value is not None},
             **stated_classes(options.classes),
-            "decided": [
-                f"images: {begin or f'bytes in the column {self._images[0]!r}'}",
-                *self._lines(),
-            ],
+            "decided": [f"images: {images}", *self._lines()],
         }
         count = int(self._chosen.sum())
         left_out = len(self._chosen) - count
