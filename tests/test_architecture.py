@@ -45,7 +45,7 @@ LAYERS = [
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
 # that needs more makes room elsewhere in its package first.
 BUDGETS = {
-    "conversion": 3194,
+    "conversion": 3033,
     "training": 2928,
     "inspection": 1436,
     "loader": 1450,

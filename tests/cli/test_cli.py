@@ -118,7 +118,7 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     assert main(words) == status
     printed = capsys.readouterr()
     assert sentence in printed.err
-    assert re.fullmatch(r"error: .+\n(hint: .+\n)?", printed.err)
+    assert re.fullmatch(r"(images: .+\n)?error: .+\n(hint: .+\n)?", printed.err)
     assert printed.out == ""
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "run").exists()

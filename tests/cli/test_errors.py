@@ -77,7 +77,7 @@ def test_names_of_the_data_stay_as_they_are_in_errors(
 ) -> None:
     Path(table).write_text(f"picture,group_by\n{name},x\n")
     assert main(["convert", "table", table, "out", "--image", image]) != 0
-    problem, hint = capsys.readouterr().err.splitlines()
+    *_, problem, hint = capsys.readouterr().err.splitlines()
     assert name in (problem if image == "picture" else hint)
 
 

@@ -128,7 +128,6 @@ def join(sources: Path, out: str, **options: Any) -> object:
         (convert_folder, "overwrite", [1]),
         (convert_folder, "split", {"train": "0.5", "val": "0.5"}),
         (convert_tars, "rename", {"txt": 3}),
-        (pack, "classes", "classes.txt"),
         (loader, "split", 3),
         (loader, "multiprocessing_context", "thread"),
         (convert_folder, "quality", "95"),

@@ -434,7 +434,6 @@ def test_if_every_sample_is_bad_the_reasons_are_listed(
     for options in ({}, {"quality": 50}):
         with pytest.raises(SourceError, match="all of 9 samples were skipped: 9 x its jpg"):
             wt.pack(bad, tmp_path, on_error="skip", **split, **options)
-    assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 9
     packed(tmp_path, range(5))
     assert contents(tmp_path) == expected(range(5))
 
@@ -539,7 +538,7 @@ def test_a_column_that_cannot_hold_values_of_appended_samples_goes_with_a_warnin
     wt.pack([{"__key__": "b", "json": {"angle": {"degrees": 3}, "road": 2}}], out, append=True)
     index = wt.open(out)
     assert [column.name for column in index.columns] == ["road"]
-    assert "no column 'angle' any more" in caplog.text
+    assert "no columns angle any more" in caplog.text
     stored = [json.loads(sample["json"]) for _, sample in index.read([0, 1], ["json"])]
     assert [entries["angle"] for entries in stored] == [0.5, {"degrees": 3}]
 

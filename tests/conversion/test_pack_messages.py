@@ -54,7 +54,7 @@ def _opened(kind: str) -> Image.Image:
         pytest.param(["a", "b"], "json", id="list of texts"),
         pytest.param([1, 2], "npy|json", id="list of numbers"),
         pytest.param(np.zeros((3, 8, 8), np.float32), "npy", id="array"),
-        pytest.param(None, "leave out", id="None"),
+        pytest.param(None, "jpg|png|bytes|json", id="None"),
     ],
 )
 def test_a_value_without_a_kind_is_packed_or_its_usual_field_is_named(

@@ -145,7 +145,9 @@ def test_shards_are_not_written_into_their_source(photos: Path) -> None:
 
 def test_an_output_that_is_a_file_is_refused(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
-    with pytest.raises(StorageError, match="out cannot be written: File exists. Choose another"):
+    with pytest.raises(
+        StorageError, match="out cannot be written: Not a directory. Choose another"
+    ):
         wt.convert_folder(photos, tmp_path / "out")
     assert os.path.getsize(tmp_path / "out") == 1
 

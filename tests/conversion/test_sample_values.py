@@ -12,13 +12,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pandas
 import pytest
 import torch
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import picture
 from tests.support.tables import attempt, read_json, read_members
 
 
@@ -70,28 +68,6 @@ class Level(enum.IntEnum):
 def test_a_text_is_stored_as_it_is_or_refused(tmp_path: Path, value: Any, stored: bytes) -> None:
     result = attempt(lambda: wt.pack([{"__key__": "k", "txt": value}], tmp_path / "out"))
     assert isinstance(result, str) or read_members(tmp_path / "out") == {"k.txt": stored}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {1: "a", "1": "b"},
-        {None: "a", "null": "b"},
-        {True: "a", "true": "b"},
-        {1.5: "a", "1.5": "b"},
-        {"inside": [{1: "a", "1": "b"}]},
-    ],
-)
-@pytest.mark.parametrize("source", ["pack", "frame"])
-def test_names_of_json_that_would_become_one_are_refused(
-    tmp_path: Path, value: Any, source: str
-) -> None:
-    if source == "pack":
-        result = attempt(lambda: wt.pack([{"txt": "x", "json": value}], tmp_path / "out"))
-    else:
-        frame = pandas.DataFrame({"image": [picture(0, size=(4, 4))], "said": [value]})
-        result = attempt(lambda: wt.convert_table(frame, tmp_path / "out", image="image"))
-    assert isinstance(result, str)
 
 
 @pytest.mark.parametrize("name", [b"x", None])

@@ -240,11 +240,15 @@ def test_pytables_files_with_blosc_and_tables_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "key", "words"),
     [
-        ({}, None, r"no data sets were named.*its data sets: /empty.*; /g/z \[10, 2\] float64"),
+        ({}, None, "no data sets were named.*its data sets: empty, .*g/z"),
         ({"a": "/nothing"}, None, "/nothing does not exist. Use one of its data sets: "),
         ({"a": "/g"}, None, "/g is a group"),
         ({"a": "/x", "b": "/y"}, None, "all arrays must have one row .*a .10., b .9."),
-        ({"a": "/t"}, None, "/t is a group, or a table of several columns. Use .* /t/p; /t/q"),
+        (
+            {"a": "/t"},
+            None,
+            "/t is a group, or a table of several columns. Use one of its data sets: .*t",
+        ),
         ({"x": "/empty"}, None, r"their shapes are x \[\]"),
         ({"x": "/loop"}, None, "cannot be read as HDF5 .*symbolic links|too many"),
         ({"x.npy": "/text"}, None, r"row 1: its x\.npy is text.*name the field x\.txt"),
@@ -351,7 +355,7 @@ FAR: list[tuple[list[int], str]] = [
         ),
         ({"y": np.array([1.5, np.nan])}, {"label": "y"}, "row 2: its y is nan"),
         ({"x": np.zeros(3), "X": np.zeros(3)}, {}, "two fields would have the same name"),
-        ({"cls": np.arange(2)}, {"classes": ["cat"] * 2}, "classes has 'cat' at 0 and again later"),
+        ({"cls": np.arange(2)}, {"classes": ["cat"] * 2}, "classes has 'cat' twice"),
         *(
             ({"x": np.zeros(len(numbers)), "cls": np.array(numbers)}, {}, words)
             for numbers, words in FAR
@@ -441,11 +445,11 @@ def test_samples_of_webdataset_round_trip(tmp_path: Path) -> None:
             "its jpg is an array of float64 .3, 3., but pixels must be uint8",
         ),
         ({"jpg": "path.jpg"}, "its jpg is str, but must be an image"),
-        ({"x.pyd": [1]}, "a shard is data, never code"),
+        ({"x.pyd": [1]}, "its x.pyd is list, which a field of this name cannot hold"),
         ({"x.npy": np.array([{}])}, "holds Python objects"),
         ({"json": {1, 2}}, "cannot be written as JSON"),
         ({"__key__": 7, "txt": "x"}, "its __key__ is 7"),
-        ({"txt": None}, "its txt is None; leave out the fields that a sample does not have"),
+        ({"txt": None}, "its txt is NoneType, which a field of this name cannot hold"),
         ({"__key__": "only"}, "it has no fields, only '__key__'"),
     ],
 )
@@ -568,7 +572,7 @@ class Named(list[Any]):
 
 
 ONE = {"txt": "x", "cls": 0}
-TWICE = "classes has 'cat' at 0 and again later"
+TWICE = "classes has 'cat' twice"
 
 
 @pytest.mark.parametrize(
@@ -587,15 +591,9 @@ TWICE = "classes has 'cat' at 0 and again later"
         ),
         ([ONE], {"classes": ["cat", "cat"]}, TWICE),
         (Named([ONE]), {}, TWICE),
-        ([ONE], {"classes": "ab"}, "must be a list of names"),
         ([ONE], {"classes": ["ab", 1]}, "must be Sequence"),
         ([ONE, {"txt": "y", "cls": b"cat"}], {}, "row 2: its cls is 'cat', but others are numbers"),
         ([{"cls": b"cat"}, {"cls": 1}], {}, "row 2: its cls is '1', but others are names"),
-        (
-            [{"cls": "1"}, {"cls": b"1"}],
-            {"classes": ["1", "0"]},
-            r"row 2: its cls b'1' is the name of class 0 and also the number of class 1",
-        ),
         *(([{"txt": "a", "cls": n} for n in numbers], {}, words) for numbers, words in FAR),
     ],
 )

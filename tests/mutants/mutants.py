@@ -594,7 +594,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ("ranks-first", "worker * world_size + rank", "worker * workers + rank"),
         ("same-pass", "elif record not in numbers:", "else:"),
     ],
-    "conversion/shard_plan.py": [
+    "conversion/packing.py": [
         (
             "shuffled-by-rank",
             'np.argsort(catalog.rank, kind="stable") if options.shuffle',
@@ -628,8 +628,8 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
     "conversion/staging.py": [
         ("old-index-first", "                if replaces:", "                if not replaces:"),
         ("record-last", "key=lambda entry: entry.name == _", "key=lambda entry: entry.name != _"),
-        ("new-holds-without-locks", "is_held = is_new", "is_held = True"),
-        ("changed-by-another", "not in known and not (rep", "in known and not (rep"),
+        ("new-holds-without-locks", "return is_new  # who", "return True  # who"),
+        ("changed-by-another", "not in (before, _digest(", "in (before, _digest("),
         (
             "replaced-at-the-end",
             "if self.is_bucket and not self._index and",
@@ -663,7 +663,7 @@ _CHANGES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "conversion/sources/table_files.py": [
-        ("changed-table", "if _state(path) != state:", "if _state(path) is None:"),
+        ("changed-table", "_state(path) != state,", "_state(path) is None,"),
     ],
     # --- training ---
     "training/models.py": [

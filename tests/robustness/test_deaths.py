@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -149,37 +148,6 @@ def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_pat
         assert process.exitcode == 0
     wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
-
-
-@pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
-def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, how: str) -> None:
-    """It creates no staging directory in place of the removed one."""
-    out = str(tmp_path / "out")
-    wt.pack([{"txt": "one"}], out)
-    before = files_of(tmp_path / "out")
-    (tmp_path / "out" / ".unfinished").mkdir()
-    held = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
-
-    def ends() -> None:
-        os.unlink(tmp_path / "out" / ".unfinished" / "owner")
-        with suppress(OSError):  # the other conversion already made its lock
-            os.rmdir(tmp_path / "out" / ".unfinished")
-        os.close(held)
-
-    with ThreadPoolExecutor(1) as threads:
-        ended = threads.submit(ends)
-        if how == "neither":
-            with pytest.raises(UsageError, match="holds 3 files"):
-                Staging(out)
-        elif how == "resume":
-            with Staging(out, resume=True) as staging:
-                assert staging.is_complete
-        else:
-            with Staging(out, overwrite=True):
-                pass
-        ended.result()
-    assert files_of(tmp_path / "out") == before
 
 
 def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:

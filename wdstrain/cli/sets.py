@@ -192,7 +192,7 @@ def _convert(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         "out": os.fspath(options.out),
         **facts(done.index),
         "listed": done.info["listed"],
-        "skipped": len(done.bad),
+        "skipped": done.info["skipped"],
         "skipped_reasons": done.skipped_reasons,
         "limited": done.limited,
         "renamed": done.info["renamed"],
@@ -214,7 +214,7 @@ def _rows(
     """Return the rows of the summary. is_dry: nothing was written."""
     info, counts, size = done.info, done.info["samples"], sum(s.bytes for s in done.index.shards)
     packed = {"to pack" if is_dry else "packed": done.packed}
-    parts = {**packed, "skipped": len(done.bad), "beyond --limit": done.limited}
+    parts = {**packed, "skipped": info["skipped"], "beyond --limit": done.limited}
     taken = [f"{count} {what}" for what, count in parts.items() if count or what in packed]
     skipped = [f"{count} x {reason}" for reason, count in done.skipped_reasons.items()]
     if done.bad:

@@ -115,12 +115,11 @@ def convert_yolo(options: YoloOptions) -> Index:
 
 def run_conversion(options: Any, note: Note = lambda text: None) -> ConversionResult:
     """Return the outcome of a conversion. note: is called with each decision about the source."""
-    out = os.fspath(options.out)
     is_tars = isinstance(options, TarsOptions)
     source = stream_tars(options, note) if is_tars else _SOURCES[type(options)](options)
     for decision in source.source.get("decided", ()):
         note(decision)
-    done = convert(source, out, options, options.progress)
+    done = convert(source, os.fspath(options.out), options, options.progress)
     if options.resume and done.kept == len(done.index.shards):
         note(
             f"complete: all {len(done.index)} samples were packed before. What was added to the "

@@ -22,14 +22,15 @@ import pyarrow as pa
 
 from wdstrain.conversion.listing import BadSamples
 from wdstrain.conversion.options import JoinOptions, RemoveOptions, TableOptions
-from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.packing import write_samples
 from wdstrain.conversion.sources.shards import ids_of_keys
-from wdstrain.conversion.sources.table_files import find_files
-from wdstrain.conversion.sources.table_read import open_parquet, read_table
+from wdstrain.conversion.sources.table_data import read_table
+from wdstrain.conversion.sources.table_files import find_files, open_parquet
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import SourceError, UsageError, logger
 from wdstrain.order.rng import U64, bits, key
 from wdstrain.runtime.options import refuse, takes
+from wdstrain.shards.columns import Column
 from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index
@@ -98,8 +99,8 @@ def check_labels(former: Index, labels: Sequence[ColumnInfo], out: str) -> None:
 
     The new samples may have more classes, after those of the set.
     """
-    own = [label for label in former.labels if not label.is_joined]
-    known, new = ({label.name: label for label in part} for part in (own, labels))
+    known = {label.name: label for label in former.labels if not label.is_joined}
+    new = {label.name: label for label in labels}
     for name in known | new:
         old, now = known.get(name), new.get(name)
         if old is None or now is None or not _are_alike(old, now):
@@ -120,23 +121,27 @@ def _are_alike(old: ColumnInfo, new: ColumnInfo) -> bool:
     return same and replace(old, classes=()) == replace(new, classes=())
 
 
-def appended(former: Index, new: Index, entry: dict[str, Any], out: str) -> Index:
-    """Return the index of the set with the new shards. entry: the record of this append.
+def appended(
+    former: Index, new: Index, values: Sequence[Column], entry: dict[str, Any], out: str
+) -> Index:
+    """Return the index of the set with the new shards.
 
-    Raises UsageError if the new samples have keys of the set, other fields, or other kinds of
-    values in a column.
+    values: of the new samples, also those that no column can hold. entry: the record of this
+    append. Raises UsageError if the new samples have keys of the set, other fields, or other kinds
+    of values in a column.
     """
     check_keys(former, new.keys(np.arange(len(new))), out)
     _check_fields(former, new, out)
-    if sizes := [
-        column.name for column in former.columns if column.entry and is_image(column.field)
-    ]:
+    # A column would lack the values of the new samples: sizes of images, and what no column holds.
+    lost = {column.place for column in values} - {column.place for column in new.columns}
+    lost |= {c.place for c in former.columns if c.entry and is_image(c.field)}
+    if dropped := [column.name for column in former.columns if column.place in lost]:
         logger.warning(
-            "the columns %s are left out, as the new samples have none. To make them again: "
-            "wdstrain index %s --columns %s",
-            *(", ".join(sizes), out, ",".join(sizes)),
+            "%s: the index has no columns %s any more, which lack the new samples. To make them "
+            "again: wdstrain index %s --columns %s",
+            *(out, ", ".join(dropped), out, ",".join(dropped)),
         )
-        former = former.with_columns([c for c in former.columns if c.name not in sizes])
+        former = former.with_columns([c for c in former.columns if c.place not in lost])
     columns = {column.place: column for column in former.columns}
     # Without a column the set may still have values in its bytes, and nulls would hide them.
     known = [column for column in new.columns if column.place in columns]
@@ -225,9 +230,13 @@ def remove(options: RemoveOptions) -> RemoveResult:
             with disk_errors(folder, _UNCHANGED):
                 index = _rewrite(staging, index, ids, options)
     rewritten, deleted = (left > 0) & (left < counts), (left == 0)
-    size = sum(shard.bytes for shard in index.shards)
     return RemoveResult(
-        folder, len(ids), int(left.sum()), size, int(rewritten.sum()), int(deleted.sum())
+        folder,
+        removed=len(ids),
+        samples=int(left.sum()),
+        bytes=sum(shard.bytes for shard in index.shards),
+        rewritten=int(rewritten.sum()),
+        deleted=int(deleted.sum()),
     )
 
 
@@ -273,10 +282,9 @@ def _rewrite(staging: Staging, index: Index, ids: Ints, options: RemoveOptions) 
         if number not in changed:
             parts.append(old)
         elif len(local):
-            path = os.path.join(folder, f"{number:06d}")
             # Read forward, and compared with the crc32 of each member.
             samples = ((old.key(row), list(fields.items())) for row, fields in old.read(local))
-            new = staging.add(write_samples(path, shard.split, samples))
+            new = staging.add(write_samples(f"{folder}/{number:06d}", shard.split, samples))
             new = new.with_columns(old.take(local).columns)
             parts.append(replace(new, labels=index.labels))
             copied += len(local)

@@ -154,8 +154,14 @@ class Catalog:
             numbers = numbers[count:]
 
     def _read(self, item: Sample) -> Fetched:
+        """Return key and parts of a sample, or the error of a file that has changed."""
+        parts = item.parts
         try:
-            return str(item.key), (_from_files if self.has_files else _from_spool)(item.parts)
+            return str(item.key), (
+                [(f, part if isinstance(part, bytes) else _file(*part)) for f, part in parts]
+                if self.has_files
+                else _from_spool(parts)
+            )
         except SampleError as error:
             return str(item.key), error
 
@@ -166,8 +172,7 @@ class Catalog:
         for part in parts:
             first, _, field, offset, size, crc = part.offsets.members
             rows = zip(field.tolist(), size.tolist(), crc.tolist(), offset.tolist(), strict=True)
-            path = part.shards[0].path
-            pieces = [(part.fields[field], (path, *piece)) for field, *piece in rows]
+            pieces = [(part.fields[f], (part.shards[0].path, *piece)) for f, *piece in rows]
             for row, key in enumerate(part.keys(np.arange(len(part)))):
                 made.items.append(Sample(key, pieces[first[row] : first[row + 1]]))
         made.sizes = np.concatenate([part.offsets.size for part in parts])
@@ -184,11 +189,6 @@ def bad_sample(source: str, item: Sample, reason: str, *, has_files: bool) -> Ba
         return BadSample(source, 0, item.name or str(item.key), reason)
     first = next((part for _, part in item.parts if not isinstance(part, bytes)), str(item.key))
     return BadSample(source, item.row, first if isinstance(first, str) else first[0], reason)
-
-
-def _from_files(parts: Sequence[tuple[str, Any]]) -> list[Part]:
-    """Return the parts of a sample. Raises SampleError for a file that has another size."""
-    return [(field, part if isinstance(part, bytes) else _file(*part)) for field, part in parts]
 
 
 def _file(path: str, size: int, mtime_ns: int) -> bytes:
@@ -247,31 +247,35 @@ def collect(
     spool: folder for the bytes of a stream; None: they are not written. first_key: key, as a
     number, of the first sample without a key. progress: receives samples and bytes so far.
     """
-    files, catalog, has_files = (
-        _Spool(spool, options),
-        Catalog(source.name, options.seed, has_files=source.has_files),
-        source.has_files,
-    )
-    for entry in source.samples() if has_files else _streamed(source, options, first_key):
+    files, keys, numbers = _Spool(spool, options), Keys(), count(first_key)
+    catalog = Catalog(source.name, options.seed, has_files=source.has_files)
+    firsts: dict[int, str] = {}  # hash of an identity -> key of the first sample that has it
+    for entry in source.samples() if source.has_files else _streamed(source, options):
         if isinstance(entry, BadSample):
             bad.put(entry)
             continue
-        rank = text_hash(options.seed, str(entry.key))
-        try:
-            parts = _pieces(entry.parts) if has_files else files.put(rank, entry.parts)
-        except SampleError as error:
-            bad.put(bad_sample(source.name, entry, str(error), has_files=True))
-            continue
-        catalog.add(rank, entry, parts)
-        if not has_files:
-            progress(len(catalog.items), files.bytes)
+        number = next(numbers)
+        name = f"{number:09d}" if entry.key is None else entry.key
+        key = keys.key(name)
+        sample = entry._replace(key=key, name="" if key == name else entry.name or name)
+        rank = text_hash(options.seed, key)
+        if source.has_files:
+            if sample.identity:
+                sample = sample._replace(identity=firsts.setdefault(hash(sample.identity), key))
+            try:
+                parts = [
+                    (field, piece_of(part) if isinstance(part, str) else part)
+                    for field, part in sample.parts
+                ]
+            except SampleError as error:
+                bad.put(bad_sample(source.name, sample, str(error), has_files=True))
+                continue
+        else:
+            parts = files.put(rank, sample.parts)
+            progress(len(catalog.items) + 1, files.bytes)
+        catalog.add(rank, sample, parts)
     files.flush()
-    return source.catalog if isinstance(source.catalog, Catalog) else catalog.finish()
-
-
-def _pieces(parts: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return parts with the states of their files. Raises SampleError for one that is unusable."""
-    return [(field, piece_of(part) if isinstance(part, str) else part) for field, part in parts]
+    return catalog.finish()
 
 
 class _Spool:
@@ -313,24 +317,15 @@ class _Spool:
 # --- streams -------------------------------------------------------------------------------------
 
 
-def _streamed(source: Source, options: Options, first_key: int) -> Iterator[Entry]:
-    """Yield the entries of a stream in order, as bytes and with unique keys.
-
-    Worker processes encode its `Pixels`.
-    """
-    batches, keys, numbers = _batches(source, options.limit), Keys(), count(first_key)
+def _streamed(source: Source, options: Options) -> Iterator[Entry]:
+    """Yield the entries of a stream in order, as bytes. Worker processes encode its `Pixels`."""
+    batches = _batches(source, options.limit)
     head = list(islice(batches, _FEW))
     has_pixels = any(isinstance(part, Pixels) for batch in head for _, part in _parts_of(batch))
     jobs = options.num_workers or (cores() if len(head) == _FEW else 1)
     work = partial(_encode, source.name)
     with closing(run(work, chain(head, batches), jobs if has_pixels else 1)) as results:
-        for entry in chain.from_iterable(results):
-            if isinstance(entry, Sample):
-                number = next(numbers)
-                name = f"{number:09d}" if entry.key is None else entry.key
-                key = keys.key(name)
-                entry = entry._replace(key=key, name=name if key != name else "")
-            yield entry
+        yield from chain.from_iterable(results)
 
 
 def _batches(source: Source, limit: int | None) -> Iterator[list[Entry]]:

@@ -14,8 +14,7 @@ could hold are refused: a shard is data, never code.
 
 The first bytes of an image are compared with those of known formats. On request it is also decoded,
 or downscaled (`Recipe`). Re-encoded images are upright (EXIF orientation applied) and 8-bit. JPEGs
-stay JPEGs, in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is
-given. Other images beside a photo (mask.png, or a png beside a jpg) may hold classes or depths: they
+stay JPEGs, others become PNG, or JPEG if a quality is given. Both are RGB or gray. Other images beside a photo (mask.png, or a png beside a jpg) may hold classes or depths: they
 get its size without blending.
 """
 
@@ -27,14 +26,14 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.conversion.listing import Part, each_once, field_name
+from wdstrain.conversion.listing import Part, field_name
 from wdstrain.conversion.options import Check
 from wdstrain.decode.boxes import boxes, fitted
 from wdstrain.decode.codecs import decode_image, resize
@@ -50,10 +49,6 @@ from wdstrain.shards.formats import (
     open_picture,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _QUALITY = 90
 
 Size = tuple[int, int]  # width and height
@@ -104,16 +99,10 @@ def _encoded(
     name: str, kind: str, value: Any, quality: int, classes: Mapping[str, int]
 ) -> bytes | Pixels:
     if isinstance(value, (bytes, bytearray, memoryview)):
-        data = bytes(value)
-        is_class = kind == "cls" and classes
-        return str(_class(_class_in(data, classes), classes)).encode() if is_class else data
-    if value is None:
-        raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
-    if kind in _PICKLES:
-        raise SampleError(
-            f"its {name} would have to be pickled, but a shard is data, never code; name an array "
-            f"{name}.npy"
-        )
+        if kind != "cls" or not classes:
+            return bytes(value)
+        text = bytes(value).decode("utf-8", "replace").strip()
+        value = int(text) if text.isdecimal() and text not in classes else text
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise SampleError(
             f"its {name} has masked values, but no format keeps the mask; fill them first"
@@ -132,9 +121,7 @@ def _encoded(
     if kind == "cls":
         return str(_class(value, classes)).encode()
     if kind == "json":
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        json.loads(text, object_pairs_hook=each_once)
-        return text.encode()
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     if isinstance(value, str):
         return str.encode(value)  # str() of an enum is another text
     for plain in (bool, int, float):
@@ -159,23 +146,6 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     )
 
 
-def _class_in(data: bytes, classes: Mapping[str, int]) -> int | str:
-    """Return the class that bytes mean: a class number if readers take it as one, else a name.
-
-    Raises SampleError for bytes that are the number of one class and the name of another.
-    """
-    text = data.decode("utf-8", "replace").strip()
-    if not data.strip().isdigit():
-        return text
-    number = int(text)
-    if number < len(classes) and classes.get(text, number) != number:
-        raise SampleError(
-            f"its cls {data!r} is the name of class {classes[text]} and also the number of class "
-            f"{number}; give the name as str, or the number as int"
-        )
-    return text if number >= len(classes) and text in classes else number
-
-
 def _class(value: Any, classes: Mapping[str, int]) -> int:
     if isinstance(value, bool) or (isinstance(value, int) and value >= 0):
         number = int(value)
@@ -192,12 +162,11 @@ def _class(value: Any, classes: Mapping[str, int]) -> int:
     raise SampleError(f"its cls is {value!r}, but a class must be {known}")
 
 
-def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
-    """Return pixels [c, h, w] as [h, w, c], also of an image that is 1, 3 or 4 pixels wide."""
+def _channels_last(value: Any) -> npt.NDArray[Any]:
+    """Return a tensor of pixels [c, h, w] as [h, w, c], also of an image that is 1, 3 or 4 pixels wide."""
     if value.ndim == 3 and value.shape[0] in (1, 3, 4):
         value = value.permute(1, 2, 0)
-    pixels: npt.NDArray[Any] = value.detach().cpu().numpy()
-    return pixels
+    return np.asarray(value.detach().cpu())
 
 
 def _image(name: str, value: Any, quality: int) -> bytes:
@@ -262,32 +231,26 @@ class Recipe:
 
     def apply(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
+        photo, names, made = photo_of(parts), {field for field, _ in parts}, list[Part]()
         for field, data in parts:
-            if is_image(field) and format_of(data) is None:
-                raise SampleError(
-                    f"its {field} does not begin as an image does, but with {data[:12]!r}"
-                )
-        masks = [part for part in parts if is_mask(part[0])]
-        has_boxes = any(is_boxes(field) for field, _ in parts)
-        photo = photo_of(parts) if masks or has_boxes or self.changes else None
-        if photo is not None:
-            for mask in masks:
-                check_mask(mask, photo)
-            parts = [
-                (name, self._fitted(name, data, parts, photo) if is_boxes(name) else data)
-                for name, data in parts
-            ]
-        if not self.changes and self.check != "decode":
-            return list(parts)
-        names, made = {field for field, _ in parts}, []
-        for field, data in parts:
+            name = field
             if is_image(field):
-                name, data = self._image(field, data, photo if self.changes else None)
-                # Two images of one sample keep different names. Readers find the format of an
-                # image in its bytes, so a field named png may hold a JPEG.
-                field = field if name in names else name
-                names.add(field)
-            made.append((field, data))
+                if format_of(data) is None:
+                    raise SampleError(
+                        f"its {field} does not begin as an image does, but with {data[:12]!r}"
+                    )
+                if photo is not None and is_mask(field):
+                    check_mask((field, data), photo)
+                if self.changes or self.check == "decode":
+                    name, data = self._image(field, data, photo if self.changes else None)
+            elif photo is not None and is_boxes(field):
+                owner = boxes(field).picture_in(dict(parts)) or photo[1]
+                data = fitted(data, owner, self._smaller)
+            # Two images of one sample keep different names. Readers find the format of an image
+            # in its bytes, so a field named png may hold a JPEG.
+            name = field if name in names else name
+            names.add(name)
+            made.append((name, data))
         return made
 
     def _image(self, field: str, data: bytes, photo: Part | None) -> Part:
@@ -297,13 +260,9 @@ class Recipe:
             if photo is not None and "." not in field and (is_jpeg or field == photo[0]):
                 return self._encoded(field, data)
             decode_image(data)
-            return field, data if photo is None or is_jpeg else self._map(field, data, photo)
+            return field, data if photo is None or is_jpeg else self._map(data, photo)
 
-    def _fitted(self, field: str, data: bytes, parts: Sequence[Part], photo: Part) -> bytes:
-        """Return boxes as they fit the image that they belong to, once that is resized."""
-        return fitted(data, boxes(field).picture_in(dict(parts)) or photo[1], self._smaller)
-
-    def _map(self, field: str, data: bytes, photo: Part) -> bytes:
+    def _map(self, data: bytes, photo: Part) -> bytes:
         """Return an image of values, such as classes, in the size that its photo will have.
 
         Values are never blended. An image of another size than its photo is kept.
@@ -312,11 +271,6 @@ class Recipe:
         if self._keeps(stored):
             return data
         with open_picture(data) as image:
-            if image.size == stored != shown:
-                raise SampleError(
-                    f"its {field} has the size of the stored photo, which is shown rotated; store "
-                    f"both upright"
-                )
             wanted = self._smaller(shown)
             if wanted == shown or image.size != shown:
                 return data
@@ -329,14 +283,14 @@ class Recipe:
             return field, data
         if frames > 1:
             raise SampleError(f"its {field} has {frames} frames, and one would be left")
-        wanted, is_jpeg = self._smaller(shown), format_of(data) is JPEG
-        if is_jpeg or self.quality is not None:
-            pixels = decode_image(data, self._smaller(stored))
-            pixels = pixels[..., :1] if is_jpeg and mode == "L" else pixels
-            made = np.empty((*wanted[::-1], pixels.shape[2]), np.uint8)
-            resize(pixels, made, "bicubic")
+        wanted = self._smaller(shown)
+        pixels = decode_image(data, self._smaller(stored))
+        pixels = pixels[..., :1] if mode == "L" else pixels
+        made = np.empty((*wanted[::-1], pixels.shape[2]), np.uint8)
+        resize(pixels, made, "bicubic")
+        if format_of(data) is JPEG or self.quality is not None:
             return "jpg", jpeg(made, self.quality or _QUALITY, "420")
-        return "png", saved(_with_alpha(data).resize(wanted, Image.Resampling.BICUBIC), "PNG")
+        return "png", _image("png", made, _QUALITY)
 
     def _keeps(self, stored: Size) -> bool:
         """Return whether a photo of this size keeps its bytes."""
@@ -346,16 +300,6 @@ class Recipe:
         """Return a size scaled so that the shorter side is short enough."""
         factor = min(1.0, self.resize / min(size)) if self.resize is not None else 1.0
         return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
-
-
-def _with_alpha(data: bytes) -> Image.Image:
-    """Return an image upright, in 8 bits, with its alpha."""
-    decode_image(data)  # raises for a truncated image
-    with open_picture(data) as image:
-        picture = eight_bit(ImageOps.exif_transpose(image))
-        if picture.mode in ("P", "PA") or "transparency" in picture.info:
-            return picture.convert("RGBA")
-        return picture if picture.mode in ("L", "LA", "RGB", "RGBA") else picture.convert("RGB")
 
 
 def photo_of(parts: Sequence[Part]) -> Part | None:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.conversion.listing import reject
+from wdstrain.errors import SampleError
 from wdstrain.runtime.options import refuse
 from wdstrain.shards.kinds import FLAG_CLASSES, ColumnInfo
 from wdstrain.shards.label_kinds import RANGE, class_names, number_in, rule_of, shown, whole_in
@@ -40,13 +41,12 @@ _STATED_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes. Raises UsageError for a name that comes twice."""
     names = tuple(classes)
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be "
-            "one class.",
-            "Rename one.",
-        )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    refuse(
+        twice,
+        f"classes has {', '.join(map(repr, twice[:1]))} twice: each name must be one class.",
+        "Rename one.",
+    )
     return names
 
 
@@ -72,14 +72,13 @@ def fixed_classes(
     if like is None:
         return {}
     labels = {label.name: label for label in open_index(like).labels}
-    for name, _ in asked:
-        if name not in labels:
-            raise UsageError(
-                f"these shards have no label {name!r}.",
-                f"Use one of their labels: {', '.join(labels) or 'none'}.",
-                option="like",
-                value=like,
-            )
+    unknown = [name for name, _ in asked if name not in labels]
+    refuse(
+        unknown,
+        f"{{like}}: these shards have no label {', '.join(map(repr, unknown))}.",
+        f"Use one of their labels: {', '.join(labels) or 'none'}.",
+        like=like,
+    )
     return {name: labels[name] for name, _ in asked}
 
 
@@ -170,11 +169,11 @@ def decide(
         if value is None or not str(value).strip()
     }
     cells = {code: value for code, value in cells.items() if code not in bad}
-    if not cells:
-        raise SourceError(
-            f"{place}: no row has a value in the label column '{name}'.",
-            "Name another column.",
-        )
+    reject(
+        not cells,
+        f"{place}: no row has a value in the label column '{name}'.",
+        "Name another column.",
+    )
     if kind is None and names and not any(isinstance(value, list) for value in cells.values()):
         kind = "class"
     rule = kind or rule_of(place, name, cells.values(), counts[list(cells)].tolist())

@@ -11,14 +11,14 @@ import marshal
 import os
 import re
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.errors import SampleError, SourceError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -43,7 +43,7 @@ Piece = tuple[str, int, int]  # a file to copy: path, size, and when it was chan
 class Sample(NamedTuple):
     """A sample of a source.
 
-    key None: its number becomes the key. parts: (field, content); the content is bytes, the path of
+    key: wanted; `collect` makes it unique; None: its number becomes the key. parts: (field, content); the content is bytes, the path of
     a file to copy, or `Pixels` that a worker encodes. Samples of one group go to the same split.
     stratum: the class, for stratified splits and for counting. row: its number in the source, from
     1; 0: none. name: its name in the source, if the key differs. identity: equal for samples with
@@ -76,6 +76,12 @@ class SampleStore:
     def __getitem__(self, number: int) -> Sample:
         start, stop = self._stops[number : number + 2]
         return Sample(*marshal.loads(memoryview(self._data)[start:stop]))
+
+
+def reject(exists: object, problem: str, hint: str = "", /, **options: Any) -> None:
+    """Raise SourceError for a problem that exists. options: those that it and the hint name."""
+    if exists:
+        raise SourceError(problem, hint, options)
 
 
 class BadSample(NamedTuple):
@@ -136,8 +142,7 @@ class Source:
     source: its provenance. total: number of samples; None: unknown. ignored: counts by reason, which
     grow while samples are read. resplit: its splits may be drawn anew. root: a folder that the shards
     must not be put into. stratum: name of the column that the strata are from. has_files: all
-    contents are bytes and paths, and keys are final, so that samples are packed from where they are.
-    catalog: the `Catalog` of all good samples, if the source makes it itself.
+    contents are bytes and paths, so that samples are packed from where they are.
     """
 
     name: str
@@ -150,7 +155,6 @@ class Source:
     root: str | None = None
     stratum: str = ""
     has_files: bool = False
-    catalog: object = None
 
 
 class Keys:
@@ -202,15 +206,6 @@ def field_name(name: str) -> str:
     return lower
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError if a name comes twice, such as 1 and "1"."""
-    document = dict(pairs)
-    if len(document) < len(pairs):  # only the last value would be kept
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"it names {twice!r} twice")
-    return document
-
-
 def image_field(name: str) -> str | None:
     """Return the field of an image file, by its extension; None if it is not that of an image."""
     extension = name.rpartition(".")[2].lower()
@@ -249,12 +244,12 @@ def walk(
     with readable(root, "the permissions of the folder"):
         for folder, folders, files in os.walk(root, onerror=failed, followlinks=links):
             real = os.path.realpath(folder)
-            if real in seen:
-                raise SourceError(
-                    f"{folder} is found twice below {root} because of a link, so its images "
-                    "would come twice.",
-                    "Remove the link.",
-                )
+            reject(
+                real in seen,
+                f"{folder} is found twice below {root} because of a link, so its images "
+                "would come twice.",
+                "Remove the link.",
+            )
             seen.add(real)
             names = sorted(name for name in files if not skip(name))
             kept = sorted(name for name in folders if not skip(name))
@@ -290,8 +285,8 @@ def split_of(name: str) -> str:
 
 def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
     """Raise UsageError if a path does not exist, or is no folder. shown: the path in the error."""
-    if not (os.path.isdir(path) if kind == "folder" else os.path.exists(path)):
-        raise UsageError(
-            f"{shown or path}: there is no such {kind}, or no permission.",
-            "Check it.",
-        )
+    refuse(
+        not (os.path.isdir(path) if kind == "folder" else os.path.exists(path)),
+        f"{shown or path}: there is no such {kind}, or no permission.",
+        "Check it.",
+    )

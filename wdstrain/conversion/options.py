@@ -14,11 +14,9 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal
 
-from wdstrain.errors import UsageError
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import (
     REQUIRED,
-    integer,
     option,
     parse_list,
     parse_pair,
@@ -29,7 +27,6 @@ from wdstrain.runtime.options import (
 from wdstrain.shards.options import (
     CheckedOptions,
     ignored_number,
-    parsed,
     shard_urls,
     where_option,
 )
@@ -84,6 +81,7 @@ class Options(CheckedOptions):
         "own",
         metavar="SIZE",
         parse=parse_size,
+        least=1,
     )
     max_shard_samples: int | None = option(
         None, "most samples in a shard (default: as many as fit)", metavar="N", least=1
@@ -128,7 +126,11 @@ class Options(CheckedOptions):
         least=1,
     )
     memory: int | str = option(
-        "1GB", "memory for ordering samples, over all processes", metavar="SIZE", parse=parse_size
+        "1GB",
+        "memory for ordering samples, over all processes",
+        metavar="SIZE",
+        parse=parse_size,
+        least=16_000_000,
     )
     engine: Engine = option(
         "local", "processes of this machine, or of a Ray cluster with a shared file system"
@@ -154,18 +156,13 @@ class Options(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("max_shard_size", 1), ("memory", 16_000_000)):
-            value = parsed(self.__dataclass_fields__[name], getattr(self, name), int)
-            object.__setattr__(self, name, integer(name, value, least))
-        if self.quality is not None and self.quality > 100:
-            raise UsageError("must be <= 100.", option="quality", value=self.quality)
+        refuse((self.quality or 0) > 100, "{quality}: must be <= 100.", quality=self.quality)
         shares = (self.split or {"train": 1.0}).values()
-        if min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5):
-            raise UsageError(
-                "shares must be above 0 and add up to 1, such as 0.9 and 0.1.",
-                option="split",
-                value=dict(self.split or {}),
-            )
+        refuse(
+            min(shares) <= 0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-5),
+            "{split}: shares must be above 0 and add up to 1, such as 0.9 and 0.1.",
+            split=dict(self.split or {}),
+        )
         check_splits(self.split or ())
         for name, owner, what, example in _NEEDS:
             value = getattr(self, name, None)
@@ -239,15 +236,6 @@ class ClassOptions(Options):
     like: Urls | None = option(
         None, "shards whose labels and class numbers are kept", metavar="URL"
     )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.classes, str):  # perhaps a file: its name would become a class
-            raise UsageError(
-                "must be a list of names, such as ['cat', 'dog'].",
-                option="classes",
-                value=self.classes,
-            )
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

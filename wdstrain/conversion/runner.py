@@ -12,8 +12,6 @@ its samples, so `resume` writes only what is missing.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import re
 from collections import Counter
@@ -24,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from wdstrain.conversion.changes import (
     appended,
@@ -34,18 +33,21 @@ from wdstrain.conversion.changes import (
 )
 from wdstrain.conversion.collect import Catalog, collect
 from wdstrain.conversion.encode import Recipe
-from wdstrain.conversion.listing import BadSample, BadSamples, Source
+from wdstrain.conversion.listing import BadSample, BadSamples, Source, reject
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.shard_plan import (
+from wdstrain.conversion.packing import (
+    Packed,
     PlannedShard,
     batches,
     chosen,
     plan_shards,
+    write_shards,
 )
-from wdstrain.conversion.shard_writer import Packed, write_shards
 from wdstrain.conversion.staging import FROM_FILES, RENAMED_NAME, SKIPPED_NAME, Staging
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.declare import with_labels
+from wdstrain.runtime.options import refuse
+from wdstrain.shards.columns import Column
+from wdstrain.shards.declare import class_counts, with_labels
 from wdstrain.shards.formats import is_image
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import json_bytes
@@ -57,14 +59,8 @@ from wdstrain.storage.files import write_whole
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
 _ENCODE_BATCH = 6 << 20
-_DROPPED = (
-    "%s: the index has no column '%s' any more: it cannot hold the values of the new samples. "
-    "They are in the shards."
-)
 # Numbers and quoted names in a reason, which differ from sample to sample.
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-
-_log = logging.getLogger("wdstrain")
 
 
 class Step(NamedTuple):
@@ -102,7 +98,7 @@ class ConversionResult:
     @property
     def limited(self) -> int:
         """Number of good samples that the option `limit` left out."""
-        return int(self.info["listed"]) - len(self.bad) - self.packed
+        return int(self.info["listed"] - self.info["skipped"]) - self.packed
 
     @property
     def skipped_reasons(self) -> dict[str, int]:
@@ -120,10 +116,6 @@ def convert(
     that were in `out` before are unchanged.
     """
     _check(source, out, options)
-    if progress is not None and not callable(progress):
-        raise UsageError(
-            "must be a function of a Step, or None.", option="progress", value=progress
-        )
     run = _Run(source, options, progress, BadSamples(options.on_error == "skip"))
     with Staging(
         out,
@@ -136,9 +128,7 @@ def convert(
         if staging.is_complete:  # the samples of the source are not compared
             index = staging.load()
             staging.compare(index.info, run.call, "a finished")
-            rows = map(json.loads, (staging.target.read(SKIPPED_NAME) or b"").splitlines())
-            bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in rows]
-            return ConversionResult(index, index.info, bad, len(index.shards))
+            return ConversionResult(index, index.info, [], len(index.shards))
         run.former = staging.load() if options.append else None
         if options.dry_run:
             return run.planned_only(out)
@@ -150,19 +140,18 @@ def _check(source: Source, out: str, options: Options) -> None:
     """Raise UsageError for an output folder or a label that does not fit the source."""
     if source.root is not None:
         real, root = os.path.realpath(out), os.path.realpath(source.root)
-        if real == root or real.startswith(os.path.join(root, "")):
-            raise UsageError(
-                f"{out} lies in {source.root}, which is being converted.",
-                "Put the shards into another folder.",
-            )
-    if options.stratify is not None and options.stratify != source.stratum:
-        raise UsageError(
-            f"{source.name} has no such label of "
-            f"classes{f', but {source.stratum!r}' if source.stratum else ''}.",
-            "Name a label of classes, or leave stratify out.",
-            option="stratify",
-            value=options.stratify,
+        refuse(
+            real == root or real.startswith(os.path.join(root, "")),
+            f"{out} lies in {source.root}, which is being converted.",
+            "Put the shards into another folder.",
         )
+    refuse(
+        options.stratify is not None and options.stratify != source.stratum,
+        f"{{stratify}}: {source.name} has no such label of "
+        f"classes{f', but {source.stratum!r}' if source.stratum else ''}.",
+        "Name a label of classes, or leave stratify out.",
+        stratify=options.stratify,
+    )
 
 
 @dataclass
@@ -206,22 +195,21 @@ class _Run:
         for shard in plan:
             keys, sizes = catalog.keys(shard.numbers), catalog.sizes[shard.numbers].tolist()
             rows += [(key, 0, size, ()) for key, size in zip(keys, sizes, strict=True)]
-            path = f"{out.rstrip('/')}/{shard.name}"
-            shards.append(Shard(path, len(sizes), sum(sizes) + len(END), shard.split))
+            path, size = os.path.join(out, shard.name), sum(sizes) + len(END)
+            shards.append(Shard(path, len(sizes), size, shard.split))
         made = {"source": self.source.source, "made": "planned by a dry run"}
         index = with_labels(Index(tuple(shards), Offsets.of_samples(rows), info=made), self.labels)
-        samples = counted(catalog, [(s.split, s.numbers) for s in plan], self.labels)
-        renamed = len(catalog.renamed.keys() & set(np.concatenate([s.numbers for s in plan])))
+        planned = np.concatenate([shard.numbers for shard in plan])
+        samples = counted(index, catalog, planned)
+        renamed = len(catalog.renamed.keys() & set(planned.tolist()))
         return ConversionResult(index, self._info(samples, renamed, None), self.bad.bad)
 
     def pack(self, staging: Staging) -> ConversionResult:
         """Write the shards and put them in place."""
         try:
             return self._finish(staging, *self._written(staging))
-        except (UsageError, _NothingError) as error:  # there is nothing to resume
+        except (UsageError, _NothingError):  # there is nothing to resume
             staging.discard()
-            if isinstance(error, _NothingError) and not self.former and not staging.is_bucket:
-                self._write_lists(staging.shown, [])
             raise
 
     def _written(self, staging: Staging) -> tuple[list[Packed], Catalog]:
@@ -290,20 +278,19 @@ class _Run:
         bad, former, names = self.bad.bad, self.former, catalog.renamed
         packed = sum(len(part.numbers) for part in parts)
         self._check_any(packed)
-        if self.listed != packed + len(bad) + self.limited:
-            raise SourceError(
-                f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
-                f"and {self.limited} left out by limit. Please report this."
-            )
-        indexes = [part.index for part in parts]
-        places = [(part.index.shards[0].split, part.numbers) for part in parts]
-        renamed = [names[n] for _, numbers in places for n in numbers.tolist() if n in names]
-        samples = counted(catalog, places, self.labels)
-        info = self._info(
-            samples, len(renamed), divided_images([*indexes, *filter(None, [former])])
+        reject(
+            self.listed != packed + len(bad) + self.limited,
+            f"{self.listed} samples were listed, but {packed} were packed, {len(bad)} skipped "
+            f"and {self.limited} left out by limit. Please report this.",
         )
+        indexes = [part.index for part in parts]
+        renamed = [names[n] for part in parts for n in part.numbers.tolist() if n in names]
         joined = join(indexes)
-        index = replace(with_labels(joined, self.labels), info=info)
+        index = with_labels(joined, self.labels)
+        divided = divided_images([*indexes, *filter(None, [former])])
+        samples = counted(index, catalog, np.concatenate([part.numbers for part in parts]))
+        info = self._info(samples, len(renamed), divided)
+        index = replace(index, info=info)
         result = ConversionResult(index, info, bad, sum(part.is_kept for part in parts))
         if former is not None and self.options.resume and is_repeated(former, index):
             staging.discard()
@@ -313,13 +300,7 @@ class _Run:
         )
         if former is not None:
             entry = {**info, "source": self.call["source"], "limited": self.limited}
-            # A column would lack the values of the new samples that no column can hold.
-            lost = {c.place for c in joined.columns} - {c.place for c in index.columns}
-            for column in former.columns:
-                if column.place in lost:
-                    _log.warning(_DROPPED, staging.shown, column.name)
-            former = former.with_columns([c for c in former.columns if c.place not in lost])
-            index = appended(former, index, entry, staging.shown)
+            index = appended(former, index, joined.columns, entry, staging.shown)
         staging.commit(index, lists)
         return replace(result, index=index)
 
@@ -400,25 +381,17 @@ def _reasons(bad: Iterable[BadSample]) -> dict[str, int]:
     return dict(Counter(kinds).most_common())
 
 
-def counted(
-    catalog: Catalog, places: Iterable[tuple[str, Ints]], labels: Iterable[ColumnInfo]
-) -> dict[str, dict[str, int]]:
+def counted(index: Index, catalog: Catalog, numbers: Ints) -> dict[str, dict[str, int]]:
     """Return the number of samples by split and class; "" is the class of no class.
 
-    places: a split and numbers of samples. Classes are in the order of the labels, then by name.
+    numbers: of the samples of the index, in the catalog.
     """
-    order = {name: place for label in labels for place, name in enumerate(label.classes)}
-    sums = dict[str, Ints]()
-    for split, numbers in places:
-        counts = np.bincount(catalog.stratum[numbers], minlength=len(catalog.strata))
-        sums[split] = sums.get(split, 0) + counts
-    ranked = sorted(
-        enumerate(catalog.strata), key=lambda row: (order.get(row[1], len(order)), row[1])
-    )
-    return {
-        split: {name: int(counts[code]) for code, name in ranked if counts[code]}
-        for split, counts in sums.items()
-    }
+    labels = [label for label in index.labels if label.is_class] or [ColumnInfo("", "class", "")]
+    classes = pa.array(
+        np.array([*catalog.strata], object)[catalog.stratum[numbers]]
+    ).dictionary_encode()
+    index = index.with_columns([Column.of(labels[0], classes)])
+    return class_counts(replace(index, labels=tuple(labels)))
 
 
 def divided_images(parts: Iterable[Index]) -> int:

@@ -17,12 +17,11 @@ set, so nobody reads half of one. Shards of a set that is replaced or extended a
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -30,7 +29,8 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import WdstrainError
+from wdstrain.runtime.file_locks import lock_file, unlock_file
 from wdstrain.runtime.options import refuse
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import (
@@ -60,7 +60,8 @@ _SENT = "sent.json"  # sha256 of each shard that is in the bucket before the set
 # Entries of `Source.source` that its files decide, so they are not part of the call.
 FROM_FILES = ("classes", "data", "decided", "origin")
 
-_LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
+# Errors of file systems that know no locks.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Put = Callable[[int, int, int], None]  # receives objects put into a bucket, bytes, objects in all
 
@@ -154,7 +155,8 @@ class Staging(AbstractContextManager["Staging"]):
         self.is_complete, self._is_change, self._former = False, change, Index()
         self._uploaded = uploaded if self.is_bucket else None
         self._is_new = self.is_bucket or not os.path.exists(address)
-        self._lock = -1  # descriptor of the locked file
+        self._lock: int | None = None  # descriptor of the locked file
+        self._is_held = False
         self._files, self._numbers = dict[str, str](), dict[str, Iterator[int]]()
         try:
             with disk_errors(self.target.place, "Choose another folder."):
@@ -174,13 +176,13 @@ class Staging(AbstractContextManager["Staging"]):
 
     def __exit__(self, *_: object) -> None:
         """Unlock the staging folder, and remove what holds nothing to resume."""
-        if self._lock >= 0:
+        if self._is_held:
             with suppress(OSError):
                 files = {name for _, _, names in os.walk(self.path) for name in names}
                 if files <= {LOCK_NAME, _CALL} or files.isdisjoint((_CALL, _COMMIT)):
                     self._clear()
                 os.unlink(os.path.join(self.path, LOCK_NAME))  # the next process creates its own
-            os.close(self._lock)
+        unlock_file(self._lock)
         with suppress(OSError):  # they are not empty, or others use them
             os.rmdir(self.path)
             if self._is_new:
@@ -188,40 +190,32 @@ class Staging(AbstractContextManager["Staging"]):
 
     def _open(self) -> None:
         """Lock the folder, and complete the change of a killed command."""
-        place = self.target.place
-        os.makedirs(place, exist_ok=True)
-        sync(os.path.dirname(os.path.abspath(place)))
-        end = time.monotonic() + _LOCK_TIMEOUT
-        while not self._is_locked():
-            if time.monotonic() > end:
-                raise UsageError(
-                    f"another conversion is writing into {self.shown}.",
-                    "Wait for it, or choose another folder. On a file system without locks, "
-                    f"delete {os.path.join(self.path, LOCK_NAME)} after a kill.",
-                )
-            time.sleep(0.02)
+        os.makedirs(self.path, exist_ok=True)
+        sync(os.path.dirname(os.path.abspath(self.target.place)))
+        self._is_held = self._locks()
+        refuse(
+            not self._is_held,
+            f"another conversion is writing into {self.shown}.",
+            "Wait for it, or choose another folder. On a file system without locks, "
+            f"delete {os.path.join(self.path, LOCK_NAME)} after a kill.",
+        )
         if (record := read_whole(os.path.join(self.path, _COMMIT))) is not None:
             self._complete(**json.loads(record))
 
-    def _is_locked(self) -> bool:
-        """Lock the staging folder, created if it is missing; return whether this process holds it."""
+    def _locks(self) -> bool:
+        """Lock the staging folder, and return whether this process holds it."""
         path = os.path.join(self.path, LOCK_NAME)
-        with suppress(FileExistsError):  # removed just now; a file of this name is refused below
-            os.makedirs(self.path, exist_ok=True)
         is_new = not os.path.exists(path)
-        with suppress(FileNotFoundError, FileExistsError):  # removed or created just now
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The file may have been deleted after it was opened.
-                is_held = os.path.samestat(os.fstat(lock), os.stat(path))
-            except OSError as error:  # a file system without locks: who created the file holds it
-                is_held = is_new and not isinstance(error, (BlockingIOError, FileNotFoundError))
-            if is_held:
-                self._lock = lock
-                return True
-            os.close(lock)
-        return False
+        try:
+            self._lock = lock_file(path)
+            # Its former owner may have deleted the file after it was opened.
+            return self._lock is not None and os.path.samestat(os.fstat(self._lock), os.stat(path))
+        except FileNotFoundError:  # deleted just now
+            return False
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            return is_new  # who created the file holds it
 
     def _is_used(self, overwrite: bool, resume: bool) -> bool:
         """Return whether a conversion was begun. Raises UsageError if the folder may not be used."""
@@ -259,8 +253,11 @@ class Staging(AbstractContextManager["Staging"]):
             ),
         )
         for is_refused, reason, hint in refusals:
-            if is_refused:
-                raise UsageError(f"{self.shown} {reason}", hint)
+            refuse(
+                is_refused,
+                f"{self.shown} {reason}",
+                hint,
+            )
         return is_begun
 
     def check_names(self, splits: Iterable[str]) -> None:
@@ -331,7 +328,6 @@ class Staging(AbstractContextManager["Staging"]):
             numbers = [n for name in names for n in re.findall(rf"^{split}-(\d+)\.tar$", name)]
             self._numbers[split] = count(max(map(int, numbers), default=-1) + 1)
         name = f"{split}-{next(self._numbers[split]):06d}.tar"
-        named = replace(shard, path=os.path.join(self.shown, name))
         self._files[name] = shard.name
         refuse(
             not os.path.exists(shard.path) and self._sent.get(name) != shard.sha256,
@@ -343,7 +339,7 @@ class Staging(AbstractContextManager["Staging"]):
             sent = self._sent | {name: shard.sha256}
             write_whole(os.path.join(self.path, _SENT), json_bytes(sent))
             self.target.put(shard.path, name)
-        return replace(part, shards=(named,))
+        return replace(part, shards=(replace(shard, path=os.path.join(self.shown, name)),))
 
     @property
     def _sent(self) -> dict[str, str]:
@@ -395,9 +391,9 @@ class Staging(AbstractContextManager["Staging"]):
         with disk_errors(self.target.place, f"Free some space, then run this again{again}."):
             if os.path.exists(paths[INDEX_NAME]):
                 now, staged = self.target.read(INDEX_NAME), read_whole(paths[INDEX_NAME])
-                known = before, _digest(staged or b"")
                 refuse(
-                    _digest(now or b"") not in known and not (replaces and now is None),
+                    _digest(now or b"") not in (before, _digest(staged or b""))
+                    and not (replaces and now is None),
                     f"{self.shown} was changed by another program since this change of it began.",
                     f"Delete {self.path} and run this again without {{resume}}.",
                 )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wdstrain.conversion.listing import Part
-from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.packing import write_samples
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import ShardError
 from wdstrain.inspection.options import RepairOptions

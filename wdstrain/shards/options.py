@@ -97,9 +97,17 @@ class CheckedOptions:
 
 
 def parsed(field: Field[Any], value: Any, hint: Any) -> Any:
-    """Return the value of an option that may be given as the text of its flag. Raises UsageError."""
+    """Return the value of an option that may be given as the text of its flag.
+
+    An option with a least value is an integer, also if its type allows text, such as 256MB. Raises
+    UsageError.
+    """
     parse = field.metadata.get("parse")
-    if parse is None or not isinstance(value, str) or fits(value, hint):
+    if (
+        parse is None
+        or not isinstance(value, str)
+        or ("least" not in field.metadata and fits(value, hint))
+    ):
         return value
     try:
         return parse(value)

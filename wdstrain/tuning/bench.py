@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.packing import write_samples
 from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field

@@ -26,7 +26,7 @@ from wdstrain.conversion.labels import (
     given_classes,
     stated_classes,
 )
-from wdstrain.conversion.listing import Source, check_there
+from wdstrain.conversion.listing import Source, check_there, reject
 from wdstrain.conversion.options import ArraysOptions, Hdf5Options, RowOptions
 from wdstrain.conversion.sources.iterable import stream
 from wdstrain.errors import SampleError, SourceError, UsageError
@@ -80,12 +80,12 @@ def stream_hdf5(options: Hdf5Options) -> Source:
             f"{file} cannot be read as HDF5 ({error}).",
             "Check the file.",
         ) from error
-    if not fields:
-        raise UsageError(
-            f"{file}: no data sets were named.",
-            f"Give for example {{fields}}. Use one of its data sets: {_known(opened)}",
-            {"fields": {"image": "/images"}},
-        )
+    refuse(
+        not fields,
+        f"{file}: no data sets were named.",
+        f"Give for example {{fields}}. Use one of its data sets: {_known(opened)}",
+        fields={"image": "/images"},
+    )
     about = {
         "kind": "hdf5",
         "fields": dict(fields),
@@ -118,9 +118,8 @@ def _stream_rows(
         )
     fields = _field_names(title, arrays)
     names = given_classes(options.classes, options.like)
-    only_cls = "cls" in arrays
     labels = [
-        _label(title, one, arrays, fields, names if one.startswith("cls") or not only_cls else ())
+        _label(title, one, arrays, fields, () if "cls" in arrays and one[:3] != "cls" else names)
         for one in _asked_labels(arrays, as_list(options.label))
     ]
     stored |= {label.name: label.rows for label in labels}
@@ -244,8 +243,8 @@ class _Label(NamedTuple):
 
     def bad_rows(self) -> dict[int, str]:
         """Return why a row cannot be used, by its number. Encoding refuses masked rows."""
-        wrong = np.flatnonzero(~self.fits & ~np.ma.getmaskarray(self.rows)).tolist()
-        return {row: f"its {self.name} is {self.rows[row]}{self.rule}" for row in wrong}
+        wrong = np.flatnonzero(~self.fits & ~np.ma.getmaskarray(self.rows))
+        return {row: f"its {self.name} is {self.rows[row]}{self.rule}" for row in wrong.tolist()}
 
     def strata(self) -> list[str]:
         """Return the class of each row; that of a flag is its number."""
@@ -349,17 +348,18 @@ class _DataSet:
         for _, name, *_ in opened.virtual_sources() if opened.is_virtual else ():
             # HDF5 returns fill values for a missing file. A name with % is a series of files: its
             # rows are those of the existing ones.
-            if "%" not in name and not any(map(os.path.exists, (name, os.path.join(folder, name)))):
-                raise SourceError(
-                    f"{file}{opened.name} is virtual, and {name} cannot be read (there is no "
-                    "such file). Its rows would be fill values.",
-                    f"Put the file beside {file}.",
-                )
+            reject(
+                "%" not in name
+                and not any(map(os.path.exists, (name, os.path.join(folder, name)))),
+                f"{file}{opened.name} is virtual, and {name} cannot be read (there is no "
+                "such file). Its rows would be fill values.",
+                f"Put the file beside {file}.",
+            )
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*(opened.shape or ()), *inner)
-        self.chunk = int(opened.chunks[0]) if opened.chunks else 1
         self.meaning = [name for name in _MEANING if name in opened.attrs]
+        self.chunk = int(opened.chunks[0]) if opened.chunks else 1
 
     def __getitem__(self, rows: slice) -> Any:
         try:
@@ -389,13 +389,7 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
 
 
 def _known(opened: Any) -> str:
-    """Return the data sets of a file, and PATH/COLUMN of its tables, for messages."""
-    lines = list[str]()
-
-    def visit(name: str, node: Any) -> None:
-        if hasattr(node, "dtype"):
-            columns = [f"/{name}/{column}" for column in node.dtype.names or ()]
-            lines.extend(columns or [f"/{name} {list(node.shape or ())} {node.dtype}"])
-
-    opened.visititems(visit)
-    return "; ".join(lines[:20]) + "; ..." * (len(lines) > 20) or "none"
+    """Return the groups and data sets of a file, for messages."""
+    names = list[str]()
+    opened.visit(names.append)
+    return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "none"

@@ -23,7 +23,6 @@ from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.listing import (
     SPLITS,
     BadSample,
-    Keys,
     Sample,
     Source,
     check_there,
@@ -33,6 +32,7 @@ from wdstrain.conversion.listing import (
 from wdstrain.conversion.options import CocoOptions, YoloOptions
 from wdstrain.decode.boxes import are_four_numbers, upright_boxes
 from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.declare import boxes_label
 from wdstrain.shards.formats import header_of
 
@@ -104,11 +104,11 @@ def list_yolo(options: YoloOptions) -> Source:
     matches = [match for match in map(_IMAGE.fullmatch, files) if match and image_field(match[0])]
     labels, classes = set(filter(_LABELS.fullmatch, files)), _classes_in(root)
     lone = labels - {f"{match[1]}labels/{match[2]}.txt" for match in matches}
-    if lone or not matches:
-        raise UsageError(
-            f"{Path(root, min(lone, default=''))}: there is no image.",
-            "The labels of images/NAME.jpg are in labels/NAME.txt.",
-        )
+    refuse(
+        lone or not matches,
+        f"{Path(root, min(lone, default=''))}: there is no image.",
+        "The labels of images/NAME.jpg are in labels/NAME.txt.",
+    )
     for match in matches:
         text, name = f"{match[1]}labels/{match[2]}.txt", match[1] + match[2]
         split = next((SPLITS[part] for part in name.lower().split("/") if part in SPLITS), "")
@@ -178,7 +178,6 @@ def _source(
     label, ignored = boxes_label("boxes.json", classes), Counter(ignored)
 
     def samples() -> Iterator[Sample | BadSample]:
-        keys = Keys()
         for path, stem, split, raster, boxes in pictures:
             try:
                 data = Path(path).read_bytes()
@@ -205,8 +204,7 @@ def _source(
                 labels = [own for (_, own), is_kept in zip(boxes, has_area, strict=True) if is_kept]
                 document = {"boxes": corners[has_area].tolist(), "labels": labels}
                 parts = [(field, path), ("boxes.json", json.dumps(document).encode())]
-                key = keys.key(stem)
-                yield Sample(key, parts, split, name=stem if key != stem else "")
+                yield Sample(stem, parts, split)
 
     return Source(
         name,

@@ -13,8 +13,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wdstrain.conversion.labels import stated_classes
-from wdstrain.conversion.listing import SPLITS, Keys, Sample, Source, check_there, image_field, walk
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.conversion.listing import (
+    SPLITS,
+    Sample,
+    Source,
+    check_there,
+    image_field,
+    reject,
+    walk,
+)
+from wdstrain.errors import SourceError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import refuse
 from wdstrain.shards.declare import mask_label
@@ -64,30 +72,28 @@ def list_folder(
         "Rename it, or add it at the end of the classes.",
     )
     numbers = {name: b"%d" % number for number, name in enumerate(fixed or classes)}
-    keys, items = Keys(), list[Sample]()
+    items = list[Sample]()
     for image in images if masks is None else _with_masks(source, masks, images, ignored):
         file, *mask = image.parts
         parts = [file, *([("cls", numbers[image.stratum])] if classes else []), *mask]
-        stem = image.name.rpartition(".")[0]
-        key = keys.key(stem)
-        items.append(image._replace(key=key, parts=parts, name=image.name if key != stem else ""))
+        items.append(image._replace(parts=parts))
     labels = [ColumnInfo("label", "class", "cls", classes=tuple(numbers))] if classes else []
     if mask_classes:
         fields = sorted({item.parts[-1][0] for item in items})
-        if len(fields) > 1:
-            raise SourceError(
-                f"{masks} holds {' and '.join(fields)}: a label lies in one field.",
-                "Store all masks in one format.",
-            )
+        reject(
+            len(fields) > 1,
+            f"{masks} holds {' and '.join(fields)}: a label lies in one field.",
+            "Store all masks in one format.",
+        )
         labels.append(mask_label(fields[0], mask_classes, ignore))
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     about |= {} if masks is None else {"masks": True}
     about |= {"mask_classes": list(mask_classes), "ignore": ignore} if mask_classes else {}
     moved = (n for place, n in enumerate(numbers) if n.isdecimal() and int(n) != place)
     if name := next(moved, ""):
-        number = int(numbers[name])
         about["decided"] = [
-            f"classes: names are sorted, so folder {name!r} has the class number {number}"
+            f"classes: names are sorted, so folder {name!r} has the class number "
+            f"{int(numbers[name])}"
         ]
     return Source(
         source,
@@ -127,19 +133,20 @@ def _find_images(
         for name, path, field in _image_files(root, ignored):
             kind, is_inside, _ = ("", True, "") if flat else name.partition("/")
             if is_inside:
-                images.append(Sample(None, [(field, path)], split, stratum=kind, name=name))
+                stem = name.rpartition(".")[0]
+                images.append(Sample(stem, [(field, path)], split, stratum=kind, name=name))
             else:
                 outside += 1
     ignored["images outside a class folder"] += outside
     if images:
         ignored["folders without images"] += len(folders - {image.stratum for image in images})
         return images
-    if outside:
-        raise SourceError(
-            f"{source} holds {outside} images and no class folders.",
-            "Make a folder for each class, or use {flat} for images without labels.",
-            {"flat": True},
-        )
+    reject(
+        outside,
+        f"{source} holds {outside} images and no class folders.",
+        "Make a folder for each class, or use {flat} for images without labels.",
+        flat=True,
+    )
     seen = ", ".join(f"{count} x {name}" for name, count in sorted((+ignored).items()))
     raise SourceError(
         f"{source} holds no images (found: {seen or 'nothing'}).",
@@ -157,22 +164,21 @@ def _with_masks(
     """
     check_there(masks, kind="folder")
     root = os.path.realpath(source)
-    if os.path.commonpath([root, os.path.realpath(masks)]) == root:
-        raise UsageError(
-            f"it is inside of {source}, so masks would be packed as images.",
-            "Name the folder of the images alone.",
-            option="masks",
-            value=str(masks),
-        )
+    refuse(
+        os.path.commonpath([root, os.path.realpath(masks)]) == root,
+        f"{{masks}}: it is inside of {source}, so masks would be packed as images.",
+        "Name the folder of the images alone.",
+        masks=masks,
+    )
     by_stem: dict[str, tuple[str, str]] = {}
     for name, path, field in _image_files(masks, Counter()):
         stem = name.rpartition(".")[0]
-        if field in JPEG.extensions or stem in by_stem:
-            raise SourceError(
-                f"{path} cannot be the mask of an image: a JPEG changes class numbers, and "
-                "an image has one mask.",
-                "Store one PNG for each image.",
-            )
+        reject(
+            field in JPEG.extensions or stem in by_stem,
+            f"{path} cannot be the mask of an image: a JPEG changes class numbers, and "
+            "an image has one mask.",
+            "Store one PNG for each image.",
+        )
         by_stem[stem] = (f"mask.{field}", path)
     paths = (os.path.relpath(str(image.parts[0][1]), source) for image in images)
     stems = [path.rpartition(".")[0].replace(os.sep, "/") for path in paths]
@@ -181,11 +187,11 @@ def _with_masks(
         for image, stem in zip(images, stems, strict=True)
         if stem in by_stem
     ]
-    if not matched:
-        raise SourceError(
-            f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
-            f"for the extension: {stems[0]}.png."
-        )
+    reject(
+        not matched,
+        f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
+        f"for the extension: {stems[0]}.png.",
+    )
     ignored["masks without an image"] += len(by_stem.keys() - {*stems})
     ignored["images without a mask"] += len(images) - len(matched)
     return matched
@@ -201,13 +207,12 @@ def _splits(source: str, ignored: Counter[str], *, alone: bool) -> dict[str, str
     beside = len(folders) - len(named)
     if "train" not in named.values() or len(named) < 2 or (alone and (files or beside)):
         return {}
-    if len(set(named.values())) < len(named):
-        raise SourceError(
-            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split.",
-            "Keep one folder for each split.",
-        )
+    reject(
+        len(set(named.values())) < len(named),
+        f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split.",
+        "Keep one folder for each split.",
+    )
     ignored["folders beside the splits"] += beside
     ignored["files beside the splits"] += len(files)
-    order = list(dict.fromkeys(SPLITS.values()))
-    places = sorted(named.items(), key=lambda item: order.index(item[1]))
-    return {split: os.path.join(source, folder) for folder, split in places}
+    folders_of = {split: os.path.join(source, folder) for folder, split in named.items()}
+    return {split: folders_of[split] for split in SPLITS.values() if split in folders_of}

@@ -15,6 +15,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,8 +41,11 @@ _KEY = re.compile(r"[^\0\ud800-\udfff]+")  # text that UTF-8 can hold
 def stream_samples(options: PackOptions) -> Source:
     """Return the samples of an iterable or a data set as a source."""
     names = given_classes(options.classes, options.like)
-    if not all(isinstance(label, ColumnInfo) for label in options.labels):
-        raise UsageError("must be a list of ColumnInfo.", option="labels", value=options.labels)
+    refuse(
+        not all(isinstance(label, ColumnInfo) for label in options.labels),
+        "{labels}: must be a list of ColumnInfo.",
+        labels=options.labels,
+    )
     return stream(
         "samples",
         {"": options.samples},
@@ -137,18 +141,18 @@ def _packed(
 
 def _length(part: Any) -> int | None:
     """Return the number of samples, None if unknown. Raises UsageError for no iterable of samples."""
-    is_table = hasattr(part, "to_dict") and hasattr(part, "columns")
-    if not is_table and not isinstance(part, (str, bytes, Mapping)):
-        try:
-            return len(part)
-        except (TypeError, NotImplementedError):
-            if hasattr(part, "__iter__"):
-                return None
-    raise UsageError(
+    length = None
+    with suppress(TypeError, NotImplementedError):  # an iterable has none
+        length = len(part)
+    refuse(
+        (length is None and not hasattr(part, "__iter__"))
+        or hasattr(part, "to_dict")
+        or isinstance(part, (str, bytes, Mapping)),
         f"samples is {type(part).__name__}: must be a data set with a length, or an iterable of "
         "samples, each a dict of fields. For a DataFrame, use "
-        "wt.convert_table(frame, out, image=..., label=...)."
+        "wt.convert_table(frame, out, image=..., label=...).",
     )
+    return length
 
 
 def _numbered(part: Any) -> Iterator[tuple[int, Any]]:

@@ -24,6 +24,7 @@ from wdstrain.conversion.listing import (
     check_there,
     field_name,
     readable,
+    reject,
     split_of,
 )
 from wdstrain.conversion.options import Path, TarsOptions
@@ -173,12 +174,12 @@ def _kept_fields(index: Index, options: TarsOptions) -> dict[str, str]:
             f"the samples cannot be packed: {error}.",
             "Choose others.",
         ) from None
-    if not names or len(set(names.values())) < len(names):
-        raise UsageError(
-            f"the samples would have the fields {', '.join(names.values()) or '(none)'}, but need "
-            "one or more, each once.",
-            "Choose others.",
-        )
+    refuse(
+        not names or len(set(names.values())) < len(names),
+        f"the samples would have the fields {', '.join(names.values()) or '(none)'}, but need "
+        "one or more, each once.",
+        "Choose others.",
+    )
     return names
 
 
@@ -243,9 +244,9 @@ def _read_keys(path: str) -> set[str]:
             f"{path} is not UTF-8.",
             "Write one key on each line, in UTF-8.",
         ) from error
-    if not keys:
-        raise SourceError(
-            f"{path} holds no keys.",
-            "Write one key on each line.",
-        )
+    reject(
+        not keys,
+        f"{path} holds no keys.",
+        "Write one key on each line.",
+    )
     return keys

@@ -23,28 +23,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.collect import Catalog, text_hash
 from wdstrain.conversion.encode import field_of
 from wdstrain.conversion.labels import KINDS, Decision, decide, fixed_classes, stated_classes
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
-    Keys,
     Sample,
     Source,
     image_field,
     piece_of,
+    reject,
 )
 from wdstrain.conversion.options import TableOptions
-from wdstrain.conversion.sources.table_cells import (
+from wdstrain.conversion.sources.table_data import (
+    Table,
     distinct,
     each,
     json_fields,
+    read_table,
     values_of,
 )
-from wdstrain.conversion.sources.table_files import TableFiles
-from wdstrain.conversion.sources.table_read import Table, read_table
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import as_list, refuse
 from wdstrain.shards.columns import as_label, inferred
@@ -64,8 +63,7 @@ def open_table(options: TableOptions) -> Source:
     columns that are missing or ambiguous, SourceError for a table that cannot be read.
     """
     bad = BadSamples(collect=options.on_error == "skip")
-    rows = _Rows(read_table(options, bad), options)
-    return rows.stream(bad) if rows.holds_bytes() else rows.listing(bad)
+    return _Rows(read_table(options, bad), options).source(bad)
 
 
 class _Rows:
@@ -79,11 +77,12 @@ class _Rows:
         asked = _asked_labels(table, options, self._apart)
         others = (options.group_by, options.split_by, options.stratify, options.text)
         named = (*(self._images or [options.image]), *asked, *filter(None, others))
-        if missing := [name for name in named if name not in table.columns]:
-            raise UsageError(
-                f"{table.files.name} has no column '{missing[0]}'.",
-                f"Use one of its columns: {', '.join(table.columns)}.",
-            )
+        missing = [name for name in named if name not in table.columns]
+        refuse(
+            missing,
+            f"{table.files.name} has no column '{', '.join(missing[:1])}'.",
+            f"Use one of its columns: {', '.join(table.columns)}.",
+        )
         self._chosen = _chosen_rows(table, options.where)
         fixed = fixed_classes(options.classes, options.like, list(asked.items()))
         self._labels = {name: self._decide(name, asked[name], fixed.get(name)) for name in asked}
@@ -95,6 +94,11 @@ class _Rows:
             labels = [replace(classes, field="cls", entry=None)]
         self.labels: tuple[ColumnInfo, ...] = tuple(labels)
         self._stratum = options.stratify or ("" if classes is None else classes.name)
+        self._has_files = not self._holds_bytes()
+        base = table.files.base if options.root is None else os.fspath(options.root)
+        self._base = base or ""
+        # keys do not say where the folder is
+        self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
         self._file_splits = {} if options.split_by else table.files.splits()
 
     def _decide(self, name: str, kind: str | None, fixed: ColumnInfo | None) -> Decision:
@@ -114,45 +118,43 @@ class _Rows:
 
     # --- sources ----------------------------------------------------------------------------------
 
-    def holds_bytes(self) -> bool:
+    def source(self, bad: BadSamples) -> Source:
+        """Return the rows as a source. bad: rows that could not be read."""
+        options, files, labels = self._options, self._table.files, self.labels
+        images = (
+            f"files; relative paths begin at {self._base or '.'}"
+            if self._has_files
+            else f"bytes in the column '{self._images[0]}'"
+        )
+        stated = {n: getattr(options, n) for n in ("group_by", "split_by", "where", "text")}
+        about = {
+            "kind": "table",
+            "image": options.image,
+            "labels": [label.name for label in labels],
+            **{name: value for name, value in stated.items() if value is not None},
+            **stated_classes(options.classes),
+            "decided": [f"images: {images}", *self._lines()],
+        }
+        count = int(self._chosen.sum())
+        left_out = len(self._chosen) - count
+        return Source(
+            files.name,
+            lambda: chain(bad.bad, self._samples()),
+            lambda: labels,
+            about,
+            count,
+            ignored={"rows that do not meet the condition": left_out} if left_out else {},
+            stratum=self._stratum,
+            has_files=self._has_files,
+        )
+
+    def _holds_bytes(self) -> bool:
         """Return whether the images themselves are in the table."""
         return any(
             isinstance(cell.get("bytes") if isinstance(cell, dict) else cell, bytes)
             for _, _, columns in self._table.batches(self._apart)
             for cells in columns.values()
             for cell in cells
-        )
-
-    def listing(self, bad: BadSamples) -> Source:
-        """Return the rows whose images are files."""
-        files, seed = self._table.files, self._options.seed
-        images, keys = _Images(files, self._options.root), Keys()
-        catalog = Catalog(files.name, seed, has_files=True)
-        firsts: dict[int, str] = {}  # hash of an image's place -> key of the first row that has it
-        for entry in self._samples(images):
-            if isinstance(entry, BadSample):
-                bad.put(entry)
-                continue
-            stem = os.path.splitext(entry.name)[0]
-            key = keys.key(stem)
-            sample = entry._replace(
-                key=key,
-                name=entry.name if key != stem else "",
-                identity=firsts.setdefault(hash(entry.identity), key),
-            )
-            catalog.add(text_hash(seed, key), sample, list(entry.parts))
-        decided = [
-            f"images: {images.exist} of {images.asked} paths exist; relative paths begin at "
-            f"{images.base or '.'}",
-            *self._lines(),
-        ]
-        if twice := len(catalog.items) - len(firsts):
-            decided.append(f"images: {twice} rows name an image that an earlier row names too")
-        return replace(
-            self._source(decided),
-            samples=lambda: bad.bad,
-            has_files=True,
-            catalog=catalog.finish(),
         )
 
     def _paths(self) -> Iterator[str]:
@@ -169,37 +171,6 @@ class _Rows:
             return texts[0] if self._apart else ""
         by_name = dict(zip(self._images, texts, strict=True))
         return _COLUMN.sub(lambda match: by_name[match[1]], self._options.image)
-
-    def stream(self, bad: BadSamples) -> Source:
-        """Return the rows whose images are bytes in the table."""
-        return replace(
-            self._source([f"images: bytes in the column '{self._images[0]}'", *self._lines()]),
-            samples=lambda: chain(bad.bad, self._samples()),
-            total=int(self._chosen.sum()),
-        )
-
-    def _source(self, decided: list[str]) -> Source:
-        options, labels = self._options, self.labels  # not self: the table need not be kept
-        stated = {
-            name: getattr(options, name) for name in ("group_by", "split_by", "where", "text")
-        }
-        source = {
-            "kind": "table",
-            "image": options.image,
-            "labels": [label.name for label in labels],
-            **{name: value for name, value in stated.items() if value is not None},
-            **stated_classes(options.classes),
-            "decided": decided,
-        }
-        left_out = int((~self._chosen).sum())
-        return Source(
-            self._table.files.name,
-            tuple,
-            lambda: labels,
-            source,
-            ignored={"rows that do not meet the condition": left_out} if left_out else {},
-            stratum=self._stratum,
-        )
 
     def _lines(self) -> list[str]:
         """Return decisions and changes, except for the images."""
@@ -218,26 +189,22 @@ class _Rows:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _samples(self, images: _Images | None = None) -> Iterator[Sample | BadSample]:
-        """Yield the chosen rows as samples, whose name is that of the image.
-
-        images: those that are files; None: the images are cells.
-        """
-        paths, rows = self._paths() if images is not None else repeat(""), count()
+    def _samples(self) -> Iterator[Sample | BadSample]:
+        """Yield the chosen rows as samples, whose name is that of the image."""
+        paths, rows = self._paths() if self._has_files else repeat(""), count()
         for file, lines, columns in self._table.batches(self._table.columns):
             for line, row, *values in zip(lines, rows, *columns.values(), strict=False):
                 if not self._chosen[row]:
                     continue
                 cells, path = dict(zip(columns, values, strict=True)), next(paths)
                 try:
-                    yield self._sample(images, path, cells, file, line, row)
+                    yield self._sample(path, cells, file, line, row)
                 except (SourceError, SampleError, ValueError) as error:
                     # ValueError: for a NUL or a lone surrogate in a path
                     yield BadSample(shown_path(file), line, path, str(error))
 
     def _sample(
         self,
-        images: _Images | None,
         path: str,
         cells: dict[str, Any],
         file: str,
@@ -257,10 +224,10 @@ class _Rows:
             raise SampleError(f"the split column '{options.split_by}' is empty")
         stratum = str(cells[self._stratum]) if self._stratum else ""
         cell = cells.pop(options.image, None)  # None: a template
-        if images is None:
-            sample = _bytes_image(cell, f"{self._table.files.key_prefix(file)}row-{line:09d}")
+        if self._has_files:
+            sample = self._file_image(path)
         else:
-            sample = images.image(path)
+            sample = _bytes_image(cell, f"{self._table.files.key_prefix(file)}row-{line:09d}")
         parts = list(sample.parts)
         if self._cls is not None:
             parts.append(("cls", self._cls[str(cells.pop(next(iter(self._labels))))]))
@@ -283,6 +250,22 @@ class _Rows:
             identity=sample.identity,
         )
 
+    def _file_image(self, path: str) -> Sample:
+        """Return a sample of the image at a path. Raises SourceError."""
+        if not path:
+            raise SourceError("there is no path of an image")
+        field, file = image_field(path), os.path.join(self._base, path)
+        if field is None:
+            raise SourceError("the path has no extension of an image")
+        if not os.path.isfile(file):
+            raise SourceError(
+                "the image is not there; check the option root, which says where relative paths "
+                "begin, and the permissions"
+            )
+        name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
+        key, parts = os.path.splitext(name)[0], [(field, piece_of(file))]
+        return Sample(key, parts, name=name, identity=os.path.abspath(file))
+
 
 def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict[str, str | None]:
     """Return {column: kind or None} of each label."""
@@ -291,12 +274,11 @@ def _asked_labels(table: Table, options: TableOptions, image: list[str]) -> dict
     for label in as_list(options.label):
         name, _, kind = label.rpartition(":")
         is_stated = name in table.columns and label not in table.columns
-        if is_stated and kind not in KINDS:
-            raise UsageError(
-                f"the kind must be one of {', '.join(KINDS)}.",
-                option="label",
-                value=label,
-            )
+        refuse(
+            is_stated and kind not in KINDS,
+            f"{{label}}: the kind must be one of {', '.join(KINDS)}.",
+            label=label,
+        )
         names.append(name if is_stated else label)
         asked[names[-1]] = kind if is_stated else None
     refuse(
@@ -318,12 +300,12 @@ def _chosen_rows(table: Table, where: str | None) -> npt.NDArray[np.bool_]:
         if classes is not None and column.kind == "integer":
             columns[place] = as_label(column, replace(column, kind="class", classes=classes))
     chosen = matching(TableRows(tuple(columns), len(table), tuple(table.columns)), where)
-    if not chosen.any():
-        raise SourceError(
-            f"{table.files.name}: none of {len(table)} rows meets {{where}}.",
-            "Change the condition.",
-            {"where": where},
-        )
+    reject(
+        not chosen.any(),
+        f"{table.files.name}: none of {len(table)} rows meets {{where}}.",
+        "Change the condition.",
+        where=where,
+    )
     return chosen
 
 
@@ -346,33 +328,3 @@ def _bytes_image(cell: Any, name: str) -> Sample:
         raise SourceError("there are no bytes of an image")
     identity = blake2b(cell, digest_size=16).hexdigest()
     return Sample(os.path.splitext(name)[0], [(field_of(cell), cell)], identity=identity)
-
-
-class _Images:
-    """Images of a table that are files, with relative paths from the base.
-
-    asked, exist: number of paths so far.
-    """
-
-    def __init__(self, files: TableFiles, root: str | os.PathLike[str] | None) -> None:
-        base = files.base if root is None else os.fspath(root)
-        self.base, self.asked, self.exist = base or "", 0, 0
-        # keys do not say where the folder is
-        self._prefix = "/" if base is None else os.path.join(os.path.abspath(base), "")
-
-    def image(self, path: str) -> Sample:
-        """Return a sample of the image at a path. Raises SourceError."""
-        if not path:
-            raise SourceError("there is no path of an image")
-        self.asked += 1
-        field, file = image_field(path), os.path.join(self.base, path)
-        if field is None:
-            raise SourceError("the path has no extension of an image")
-        if not os.path.isfile(file):
-            raise SourceError(
-                "the image is not there; check the option root, which says where relative paths "
-                "begin, and the permissions"
-            )
-        self.exist += 1
-        name = os.path.normpath(path).removeprefix(self._prefix) if path[0] == "/" else path
-        return Sample(None, [(field, piece_of(file))], name=name, identity=os.path.abspath(file))
