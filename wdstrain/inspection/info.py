@@ -2,24 +2,22 @@
 
 What an index knows is exact and costs no read: samples, sizes of fields, splits, and statistics of
 its columns. Shards without an index are scanned, and the result is stored for the next time. Values
-and labels without a column are read from some samples. A damaged shard is reported and left out.
+and labels without a column are read from some samples.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wdstrain.errors import WdstrainError
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, Size, rows_of, text_of
 from wdstrain.inspection.values import (
-    Content,
     described,
     known_labels,
     quantiles,
@@ -30,11 +28,11 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import Column
 from wdstrain.shards.columns import counted as value_counts
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_io import check_size
+from wdstrain.shards.index_io import check_sizes
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import groups_of, join_once, open_index, recall_or_scan
-from wdstrain.storage.addresses import expand
+from wdstrain.storage.addresses import Urls, expand
 from wdstrain.storage.remote import is_remote
 
 _VALUES, _SHARDS = 200, 8  # samples whose values are looked at, and shards that hold them
@@ -47,31 +45,27 @@ _ALONE = "For its classes, look at each set alone"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the values of a field, in bytes. total: of all values."""
+class FieldSummary:
+    """A field: the number of samples that have it, what its values are, and their sizes in bytes.
 
+    what: by some values, as text. kinds: the number of these values of each type. total: of all.
+    """
+
+    name: str
+    samples: int
+    what: str
+    kinds: dict[str, int]
     smallest: int
     median: int
     percentile_99: int
     largest: int
     total: int
 
-
-@dataclass(frozen=True)
-class FieldSummary:
-    """A field: the number of samples that have it, the sizes of its values, and what they are."""
-
-    name: str
-    content: Content
-    samples: int
-    sizes: Sizes
-
     def __str__(self) -> str:
-        sizes = self.sizes
         return (
-            f"{self.content.what}\n{counted(self.samples, 'sample')} of {sizes.smallest} to "
-            f"{sizes.largest}, median {sizes.median}, 99 % at most {sizes.percentile_99}, "
-            f"{sizes.total} in all"
+            f"{self.what}\n{counted(self.samples, 'sample')} of {self.smallest} to "
+            f"{self.largest}, median {self.median}, 99 % at most {self.percentile_99}, "
+            f"{self.total} in all"
         )
 
 
@@ -154,7 +148,7 @@ class Info(Result):
     made: how the set was made, in words; info: the same as the index has it. ignored: members that
     belong to no sample, by reason. keys: the first keys. contents: each field. columns: statistics
     of labels, then of other columns. disagreements: labels that cannot be joined, because they
-    differ between the sets, by field. findings: what is wrong with shards that are left out.
+    differ between the sets, by field.
     """
 
     samples: int
@@ -171,15 +165,10 @@ class Info(Result):
     contents: tuple[FieldSummary, ...]
     columns: tuple[ColumnSummary, ...]
     disagreements: dict[str, str]
-    findings: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
-        return {
-            **super().as_dict(),
-            "labels": [label.row for label in self.labels],
-            "ok": self.ok,
-        }
+        return {**super().as_dict(), "labels": [label.row for label in self.labels]}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
@@ -206,18 +195,15 @@ def info(options: InfoOptions) -> Info:
 
     Shards with an index cost no read beside those of a few values. The headers of others are
     scanned once, as `wt.open` does; of their labels, at most 2000 are read unless `exact` is given.
-    Raises UsageError for addresses without shards, ShardError or StorageError if no shard can be
-    read. What is wrong with some of them is in `Info.findings`.
+    Raises UsageError for addresses without shards, and ShardError or StorageError for a shard that
+    is missing or damaged, as `wt.open` does.
     """
-    urls, errors = options.urls, list[WdstrainError]()
+    urls = options.urls
     if options.where is not None:
         urls = open_index(urls, note=_log.warning).where(options.where)
-    parts = [urls] if isinstance(urls, Index) else _parts(expand(urls), errors)
+    parts = [urls] if isinstance(urls, Index) else [*_parts(urls)]
     index = join_once(parts)
-    if not index.shards and errors:
-        raise errors[0]
-    contents = _contents(index, errors)
-    labeled = join([_with_labels(part, options.exact, errors) for part in parts])
+    labeled = join([_with_labels(part, options.exact) for part in parts])
     ignored = [Counter[str](part.info.get("ignored") or {}) for part in parts]
     return Info(
         samples=len(index),
@@ -234,56 +220,48 @@ def info(options: InfoOptions) -> Info:
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
         ignored=dict(sum(ignored, Counter[str]())),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
-        contents=contents,
+        contents=_contents(index),
         columns=_columns(index, labeled),
         disagreements={  # a loader refuses these, too
             printable(label.stored_as): printable(f"{index.disagreement(*label.place)}. {_ALONE}")
             for label in index.differing
         },
-        findings=tuple(dict.fromkeys(printable(str(error)) for error in errors)),
     )
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _parts(paths: list[str], errors: list[WdstrainError]) -> list[Index]:
-    """Return the index of the intact shards of each folder. errors: receives those of others."""
-    parts = []
-    for shards, index in groups_of(paths):
+def _parts(urls: Urls) -> Iterator[Index]:
+    """Yield the index of the shards of each folder."""
+    for shards, index in groups_of(expand(urls)):
         if index is None:
-            parts.append(recall_or_scan(shards, _log.warning, errors))
-            continue
-        good = []
-        for number, shard in enumerate(index.shards):
-            try:
-                check_size(shard)
-                good.append(number)
-            except WdstrainError as error:
-                errors.append(error)
-        parts.append(index.pick(good))
-    return parts
+            yield recall_or_scan(shards, _log.warning)
+        else:
+            yield check_sizes(index)
 
 
-def _contents(index: Index, errors: list[WdstrainError]) -> tuple[FieldSummary, ...]:
-    """Return sizes and contents of each field. errors: receives why values cannot be read."""
-    sizes = {name: index.offsets.extents[name][1].drop_null().to_numpy() for name in index.fields}
-    ranges = {  # a field without values is one of other shards
-        name: Sizes(*map(Size, (*quantiles(size, (0, 0.5, 0.99, 1)), size.sum())))
-        for name, size in sizes.items()
-        if len(size)
+def _contents(index: Index) -> tuple[FieldSummary, ...]:
+    """Return sizes and contents of each field."""
+    sizes = {
+        name: size.drop_null().to_numpy() for name, (_, size, _) in index.offsets.extents.items()
     }
-    names = [name for name, of in ranges.items() if of.median <= _VALUE_BYTES]
+    ranges = {  # a field without values is one of other shards
+        name: quantiles(own, (0, 0.5, 0.99, 1)) for name, own in sizes.items() if len(own)
+    }
+    small = [name for name, (_, median, *_) in ranges.items() if median <= _VALUE_BYTES]
     values: dict[str, list[bytes]] = {name: [] for name in ranges}
-    try:
-        for _, fields in index.read(_looked_at(index, names), names):
-            for name, data in fields.items():
-                values[name].append(data)
-    except WdstrainError as error:
-        errors.append(error)
+    for _, fields in index.read(_looked_at(index, small), small):
+        for name, data in fields.items():
+            values[name].append(data)
     return tuple(
-        FieldSummary(printable(name), described(name, values[name]), len(sizes[name]), of)
-        for name, of in ranges.items()
+        FieldSummary(
+            printable(name),
+            len(sizes[name]),
+            *described(name, values[name]),
+            *map(Size, (*extremes, sizes[name].sum())),
+        )
+        for name, extremes in ranges.items()
     )
 
 
@@ -305,15 +283,11 @@ def _looked_at(index: Index, names: list[str]) -> Ints:
     return np.asarray(ids[is_near & (total[ids] <= _VALUE_BYTES)])
 
 
-def _with_labels(index: Index, exact: bool, errors: list[WdstrainError]) -> Index:
+def _with_labels(index: Index, exact: bool) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
     known = () if index.columns else known_labels(index)
     labels = [label for label in known if label.has_column]
-    try:
-        return with_values(index, labels, None if exact else _LABELS)
-    except WdstrainError as error:
-        errors.append(error)
-        return index
+    return with_values(index, labels, None if exact else _LABELS)
 
 
 # --- statistics -----------------------------------------------------------------------------------
