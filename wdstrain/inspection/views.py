@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from colorsys import hsv_to_rgb
@@ -19,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torchvision.utils import draw_bounding_boxes
 
 from wdstrain.decode.boxes import boxes
 from wdstrain.decode.codecs import decode_mask
@@ -47,7 +48,7 @@ COLORS: Pixels = np.rint(np.array(_HUES) * 255).astype(np.uint8)
 _CELL = 192  # pixels of a picture in the PNG
 _SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
-_MAX_LINES = 6  # of text of a sample
+_MAX_LINES = 3  # of each text of a sample
 _TINY = 48  # pixels of the longer side of a picture that is enlarged without smoothing
 _BACK, _CARD, _INK, _RED = "#f4f6f9", "#ffffff", "#1d2430", "#c8412b"
 
@@ -56,15 +57,14 @@ _BACK, _CARD, _INK, _RED = "#f4f6f9", "#ffffff", "#1d2430", "#c8412b"
 class SampleView:
     """Visible parts of a sample: images, labels, texts.
 
-    shard, offset: where it is stored; "" and -1 if unknown. labels: values as text, by name.
+    shard, offset: where it is stored. labels: values as text, by name.
     pictures: thumbnails uint8[h, w, 3], by field. fields: what each field is, as text.
     error: why it cannot be shown; "" if it can.
     """
 
     key: str
-    shard: str = ""
-    offset: int = -1
-    split: str = ""
+    shard: str
+    offset: int
     labels: dict[str, str] = field(default_factory=dict)
     text: str = ""
     pictures: dict[str, Pixels] = field(default_factory=dict, repr=False)
@@ -88,11 +88,6 @@ class SampleView:
         """Return everything but the pixels as JSON-able values."""
         return {**vars(self), "pictures": list(self.pictures)}
 
-    def add_error(self, name: str, reason: object) -> None:
-        """Add an error of a field; of the sample if `name` is empty."""
-        text = ": ".join(filter(None, (name, str(reason) or type(reason).__name__)))
-        self.error = "; ".join(filter(None, (self.error, text)))
-
     def add(self, name: str, sample: Mapping[str, bytes], labels: Sequence[ColumnInfo]) -> None:
         """Add a field of a sample as it is stored in a shard.
 
@@ -112,23 +107,22 @@ class SampleView:
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
-            self.add_error(name, error)
+            reason = f"{name}: {str(error) or type(error).__name__}"
+            self.error = "; ".join(filter(None, (self.error, reason)))
 
     def _add_value(self, name: str, value: Any) -> None:
         """Add an image or an array, a text, or a document of JSON."""
         if isinstance(value, np.ndarray) and value.ndim:
             self.fields[name] = f"{value.dtype}{list(value.shape)}"
-            if value.dtype.kind in "biuf" and _is_image(value.shape):
-                self.pictures[name] = _thumbnail(_to_image(value))
+            if (pixels := _as_image(value)) is not None:
+                self.pictures[name] = _thumbnail(pixels)
         elif isinstance(value, np.ndarray):
             self.labels[name] = text_of(value.item())
-        elif not isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False)
-            self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
-        elif name.rpartition(".")[2] in _WORDS or self.text:
-            self.fields[name] = _shortened(value)
+        elif isinstance(value, str) and name.rpartition(".")[2] in _TEXTS and not self.text:
+            self.text = _shortened(value)
         else:
-            self.text = _shortened(value)  # the caption
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            self.fields[name] = _shortened(text.replace('"', ""))
 
     def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
@@ -147,12 +141,15 @@ class SampleView:
         name, pixels = next(iter(self.pictures.items()))
         field = boxes(label.field, size=pixels.shape[:2], classes=label.classes, min_share=0)
         own = field.read("", sample[label.field], None, np.zeros(0), field.picture_in(sample))
-        draw = ImageDraw.Draw(image := Image.fromarray(pixels))
-        for (*corner, x1, y1), number in zip(*(own[n].tolist() for n in own), strict=True):
-            color = tuple(COLORS[number % 256].tolist())
-            draw.rectangle((*corner, x1 - 1, y1 - 1), outline=color)
-            draw.text(corner, label.classes[number], color, _font(11))
-        self.pictures[name] = np.array(image)
+        corner, numbers = own["boxes"][:, :2], own["labels"].tolist()
+        last = np.maximum(own["boxes"][:, 2:] - 1, corner)  # pixels that the boxes hold
+        drawn = draw_bounding_boxes(
+            torch.from_numpy(pixels).permute(2, 0, 1),
+            torch.from_numpy(np.hstack([corner, last])),
+            [label.classes[number] for number in numbers],
+            [tuple(COLORS[number % 256].tolist()) for number in numbers],
+        )
+        self.pictures[name] = drawn.permute(1, 2, 0).numpy()
 
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
@@ -184,29 +181,24 @@ def _thumbnail(pixels: Pixels) -> Pixels:
     return np.array(image)
 
 
-def _is_image(shape: Sequence[int]) -> bool:
-    """Return whether an array [h, w], [h, w, 1 or 3] or [1 or 3, h, w] is shown as an image."""
-    sides = sorted(shape)
-    if len(sides) == 3 and (shape[0] in (1, 3) or shape[2] in (1, 3)):
-        sides = sides[1:]
-    return len(sides) == 2 and sides[0] >= _MIN_SIDE
+def _as_image(value: Array) -> Pixels | None:
+    """Return an array as an image uint8[h, w, 3]; None if it has another shape.
 
-
-def _to_image(value: Array) -> Pixels:
-    """Return an array that `_is_image` as one: uint8[h, w, 3].
-
-    uint8 stays as it is. Of other numbers, 0 to 1 is black to white if they all lie there, else
-    their extremes are.
+    Shapes are [h, w], [h, w, 1 or 3] and [1 or 3, h, w]. uint8 stays as it is. Of other numbers, 0
+    to 1 is black to white if they all lie there, else their extremes are.
     """
     if value.ndim == 3 and value.shape[2] not in (1, 3):
         value = np.moveaxis(value, 0, -1)
-    planes = value[:, :, None] if value.ndim == 2 else value
+    planes = np.atleast_3d(value)
+    is_image = planes.ndim == 3 and planes.shape[2] in (1, 3) and planes.dtype.kind in "biuf"
+    if not is_image or min(planes.shape[:2]) < _MIN_SIDE:
+        return None
     if planes.dtype != np.uint8:
         planes = np.nan_to_num(planes.astype(np.float64), posinf=0, neginf=0)
         low, high = float(planes.min()), float(planes.max())
         limits = (0, 1) if low >= 0 and high <= 1 else (low, high)
         planes = np.rint(np.interp(planes, limits, (0, 255))).astype(np.uint8)
-    return np.ascontiguousarray(np.broadcast_to(planes, (*planes.shape[:2], 3)))
+    return np.broadcast_to(planes, (*planes.shape[:2], 3))
 
 
 # --- sheets ---------------------------------------------------------------------------------------
@@ -234,10 +226,10 @@ def png_sheet(rows: Sequence[Sequence[SampleView]], title: str) -> bytes:
 
 
 def _texts(view: SampleView, width: int) -> list[str]:
-    """Return the lines of text of a sample: labels, caption and fields, and at last its key."""
-    key = _wrapped(view.key, width, 11)[:2]
-    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
-    return [*lines[: _MAX_LINES - len(key)], *key]
+    """Return the lines of text of a sample: labels, error, caption and fields, and its key."""
+    return [
+        line for text in (*view.lines, view.key) for line in _wrapped(text, width, 11)[:_MAX_LINES]
+    ]
 
 
 def _cell(view: SampleView, width: int, height: int) -> Image.Image:
