@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wdstrain.inspection.options import InfoOptions
-from wdstrain.inspection.result import Result, Size, rows_of, text_of
+from wdstrain.inspection.result import Result, rows_of, text_of
 from wdstrain.inspection.values import (
     described,
     known_labels,
@@ -24,7 +24,7 @@ from wdstrain.inspection.values import (
     with_values,
 )
 from wdstrain.report.printing import counted, printable
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import Column
 from wdstrain.shards.columns import counted as value_counts
 from wdstrain.shards.index import Index, join
@@ -37,7 +37,7 @@ from wdstrain.storage.remote import is_remote
 
 _VALUES, _SHARDS = 200, 8  # samples whose values are looked at, and shards that hold them
 _LABELS = 2_000  # samples whose labels are read, if the index has no columns
-_VALUE_BYTES = 8 << 20  # of the values of a sample that are read
+_VALUE_BYTES = 8 << 20  # of the values of a shard that are read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
 _log = logging.getLogger("wdstrain")
@@ -63,9 +63,9 @@ class FieldSummary:
 
     def __str__(self) -> str:
         return (
-            f"{self.what}\n{counted(self.samples, 'sample')} of {self.smallest} to "
-            f"{self.largest}, median {self.median}, 99 % at most {self.percentile_99}, "
-            f"{self.total} in all"
+            f"{self.what}\n{counted(self.samples, 'sample')} of {format_size(self.smallest)} to "
+            f"{format_size(self.largest)}, median {format_size(self.median)}, 99 % at most "
+            f"{format_size(self.percentile_99)}, {format_size(self.total)} in all"
         )
 
 
@@ -145,8 +145,7 @@ class Info(Result):
     """Contents of some shards. Prints as text; `as_dict()` is JSON-able.
 
     exact: no label was left unread. bytes: of all shards.
-    made: how the set was made, in words; info: the same as the index has it. ignored: members that
-    belong to no sample, by reason. keys: the first keys. contents: each field. columns: statistics
+    made: how the set was made, in words; info: the same as the index has it. keys: the first keys. contents: each field. columns: statistics
     of labels, then of other columns. disagreements: labels that cannot be joined, because they
     differ between the sets, by field.
     """
@@ -160,7 +159,6 @@ class Info(Result):
     info: dict[str, Any]
     exact: bool
     made: tuple[str, ...]
-    ignored: dict[str, int]
     keys: tuple[str, ...]
     contents: tuple[FieldSummary, ...]
     columns: tuple[ColumnSummary, ...]
@@ -174,13 +172,12 @@ class Info(Result):
         """Return names and values as text."""
         named = {
             "samples": self.samples,
-            "shards": f"{self.shards}, {self.bytes}",
+            "shards": f"{self.shards}, {format_size(self.bytes)}",
             "splits": self.splits if any(self.splits) else "",
             "fields": self.fields,
             **{f"label {label.name}": label.summary for label in self.labels},
             **{f"label {place}": why for place, why in self.disagreements.items()},
             "made": "; ".join(self.made),
-            "ignored": self.ignored,
             "first keys": self.keys,
             **{f"field {part.name}": part for part in self.contents},
             **{f"column {part.name}": part for part in self.columns},
@@ -204,11 +201,10 @@ def info(options: InfoOptions) -> Info:
     parts = [urls] if isinstance(urls, Index) else [*_parts(urls)]
     index = join_once(parts)
     labeled = join([_with_labels(part, options.exact) for part in parts])
-    ignored = [Counter[str](part.info.get("ignored") or {}) for part in parts]
     return Info(
         samples=len(index),
         shards=len(index.shards),
-        bytes=Size(round(index.megabytes * 1e6)),
+        bytes=round(index.megabytes * 1e6),
         splits={
             split: sum(shard.samples for shard in index.shards if shard.split == split)
             for split in index.splits
@@ -218,7 +214,6 @@ def info(options: InfoOptions) -> Info:
         info={name: value for name, value in index.info.items() if name != "states"},
         exact=len(labeled) == len(index),
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
-        ignored=dict(sum(ignored, Counter[str]())),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
         contents=_contents(index),
         columns=_columns(index, labeled),
@@ -251,7 +246,7 @@ def _contents(index: Index) -> tuple[FieldSummary, ...]:
     }
     small = [name for name, (_, median, *_) in ranges.items() if median <= _VALUE_BYTES]
     values: dict[str, list[bytes]] = {name: [] for name in ranges}
-    for _, fields in index.read(_looked_at(index, small), small):
+    for _, fields in index.read(_looked_at(index), small):
         for name, data in fields.items():
             values[name].append(data)
     return tuple(
@@ -259,28 +254,24 @@ def _contents(index: Index) -> tuple[FieldSummary, ...]:
             printable(name),
             len(sizes[name]),
             *described(name, values[name]),
-            *map(Size, (*extremes, sizes[name].sum())),
+            *(*extremes, int(sizes[name].sum())),
         )
         for name, extremes in ranges.items()
     )
 
 
-def _looked_at(index: Index, names: list[str]) -> Ints:
+def _looked_at(index: Index) -> Ints:
     """Return the first samples of a few shards, which a server sends in one answer each. int64[n]
 
-    Samples with large values are left out, and all but one that lie beyond the first bytes of a
-    shard. names: of the fields that are read.
+    Samples beyond the first bytes of a shard are left out, but not the first sample.
     """
-    sizes = [np.asarray(index.offsets.extents[name][1].fill_null(0)) for name in names]
-    total = np.sum([np.zeros(len(index), np.int64), *sizes], axis=0)
     filled = np.flatnonzero(index.counts)
     some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _SHARDS)).astype(np.int64)]
     most = _VALUES // max(1, len(some))
     blocks = [np.arange(min(most, index.counts[n])) + index.first[n] for n in some]
     ids = np.concatenate([np.zeros(0, np.int64), *blocks])
     first_bytes = 1 << 20 if any(is_remote(shard.path) for shard in index.shards) else _VALUE_BYTES
-    is_near = (index.offsets.stop[ids] <= first_bytes) | np.isin(ids, index.first)
-    return np.asarray(ids[is_near & (total[ids] <= _VALUE_BYTES)])
+    return np.asarray(ids[(index.offsets.stop[ids] <= first_bytes) | np.isin(ids, index.first)])
 
 
 def _with_labels(index: Index, exact: bool) -> Index:
@@ -350,11 +341,8 @@ def _numbers(values: Any) -> Numbers | None:
 
 
 def _provenance(info: Mapping[str, Any]) -> str:
-    """Return how a set was made, as its index says: source, options, counts."""
-    counts = {name: info.get(name) for name in ("listed", "skipped", "renamed")}
-    known = [
-        part for part in (info.get("source"), info.get("options")) if isinstance(part, Mapping)
-    ]
-    facts = {name: value for part in (*known, counts) for name, value in part.items()}
-    parts = [f"{name} {text_of(value)}" for name, value in facts.items() if value or value is False]
+    """Return how a set was made, as its index says: source and options."""
+    known = [part for part in map(info.get, ("source", "options")) if isinstance(part, Mapping)]
+    facts = [(name, value) for part in known for name, value in part.items()]
+    parts = [f"{name} {text_of(value)}" for name, value in facts if value or value is False]
     return "; ".join(parts) if known else "by another program, its index does not say how"

@@ -216,10 +216,8 @@ def _fault_near_damage(
     scan: ShardScan, key: str, members: list[Entry], usual: frozenset[str]
 ) -> Finding | None:
     """Return what shows that a sample next to damage is not whole. usual: kinds of its fields."""
-    kinds = _kinds(members)
-    if kinds != usual:
-        fields, others = ", ".join(sorted(kinds)), ", ".join(sorted(usual))
-        reason = f"it is next to damage and has {fields}, others {others}"
+    if _kinds(members) != usual:
+        reason = f"it is next to damage and lacks some of {', '.join(sorted(usual))}, or has others"
         return scan.finding(reason, key, offset=members[0][1])
     for name, offset, size, _ in members:
         data = scan.source.bytes_at(offset, size)

@@ -22,7 +22,7 @@ from wdstrain.decode.boxes import boxes
 from wdstrain.decode.fields import mask
 from wdstrain.decode.labels import field_of
 from wdstrain.inspection.options import VerifyOptions
-from wdstrain.inspection.result import Result, Size, rows_of
+from wdstrain.inspection.result import Result, rows_of
 from wdstrain.inspection.scan import (
     ShardCheck,
     ShardScan,
@@ -36,7 +36,7 @@ from wdstrain.inspection.scan import (
 from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.formats import EXTENSIONS, is_image
 from wdstrain.shards.index import Index, join
@@ -73,7 +73,7 @@ class ShardsRead(Result):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        own = {"bytes": Size(self.bytes), "findings": len(self.findings), "notes": ""}
+        own = {"bytes": format_size(self.bytes), "findings": len(self.findings), "notes": ""}
         return rows_of({**self.as_dict(), **own})
 
 
