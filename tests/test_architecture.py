@@ -47,7 +47,7 @@ LAYERS = [
 BUDGETS = {
     "conversion": 3194,
     "training": 2928,
-    "inspection": 1297,
+    "inspection": 1269,
     "loader": 1420,
     "shards": 2387,
     "decode": 1485,

@@ -7,14 +7,14 @@ and labels without a column are read from some samples.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from wdstrain.errors import logger
 from wdstrain.inspection.options import InfoOptions
 from wdstrain.inspection.result import Result, rows_of, text_of
 from wdstrain.inspection.values import (
@@ -32,7 +32,7 @@ from wdstrain.shards.index_io import check_sizes
 from wdstrain.shards.kinds import NOT_A_COLUMN, ColumnInfo
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import groups_of, join_once, open_index, recall_or_scan
-from wdstrain.storage.addresses import Urls, expand
+from wdstrain.storage.addresses import expand
 from wdstrain.storage.remote import is_remote
 
 _VALUES, _SHARDS = 200, 8  # samples whose values are looked at, and shards that hold them
@@ -40,7 +40,6 @@ _LABELS = 2_000  # samples whose labels are read, if the index has no columns
 _VALUE_BYTES = 8 << 20  # of the values of a shard that are read
 _BINS = 10  # of a histogram of numbers
 _MAX_VALUES = 1000  # different texts that are counted one by one
-_log = logging.getLogger("wdstrain")
 _ALONE = "For its classes, look at each set alone"
 
 
@@ -70,53 +69,34 @@ class FieldSummary:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Distribution of the finite numbers of a column.
-
-    quartiles: values that occur. not_finite: NaN or infinite values. bins: (low, high, samples) of
-    10 intervals of equal width.
-    """
-
-    mean: float
-    deviation: float
-    smallest: float
-    quartiles: tuple[float, ...]
-    largest: float
-    not_finite: int
-    bins: tuple[tuple[float, float, int], ...]
-
-    def __str__(self) -> str:
-        rows = rows_of({name: value for name, value in vars(self).items() if name != "bins"})
-        return "; ".join(map(" ".join, rows))
-
-
-@dataclass(frozen=True)
 class ColumnSummary:
-    """Statistics of one column, of the `looked_at` samples; exact: these are all samples.
+    """Statistics of one column, of the `looked_at` samples.
 
     kind: as of `shards.kinds`. missing: samples looked at that have no value, or none that fits.
     classes: samples of each class, or of each value of a flag, text or multi-label column, of which
     at most 1000 different ones are listed. distinct: number of different values. empty: classes
     without samples. imbalance: samples of the largest class / of the smallest that has any.
-    numbers: for numbers and integers.
+
+    numbers: mean, deviation, smallest, quartiles, largest of the finite numbers; not_finite: how
+    many others there are; bins: (low, high, samples) of 10 intervals of equal width.
     """
 
     name: str
     kind: str
     is_label: bool
-    exact: bool
     looked_at: int
     missing: int
     classes: dict[str, int]
     distinct: int
     empty: tuple[str, ...]
     imbalance: float | None
-    numbers: Numbers | None
+    numbers: dict[str, Any] | None
 
     def __str__(self) -> str:
+        shown = {name: value for name, value in (self.numbers or {}).items() if name != "bins"}
         texts = {
             counted(self.looked_at, "sample"): True,
-            str(self.numbers): self.numbers is not None,
+            "; ".join(map(" ".join, rows_of(shown))): self.numbers is not None,
             counted(self.distinct, "different value"): self.numbers is None
             and not (self.is_label or self.kind == "vector"),
             f"the largest class has {self.imbalance or 0:.3g} times the samples of the smallest": (
@@ -132,7 +112,7 @@ class ColumnSummary:
     def bars(self, most: int) -> dict[str, int]:
         """Return samples by class or by interval: at most `most` classes, and the rest as one."""
         if self.numbers is not None:
-            return {f"{low:.4g} to {high:.4g}": count for low, high, count in self.numbers.bins}
+            return {f"{low:.4g} to {high:.4g}": count for low, high, count in self.numbers["bins"]}
         if len(self.classes) <= most:
             return self.classes
         shown = dict(Counter(self.classes).most_common(most))
@@ -197,10 +177,18 @@ def info(options: InfoOptions) -> Info:
     """
     urls = options.urls
     if options.where is not None:
-        urls = open_index(urls, note=_log.warning).where(options.where)
-    parts = [urls] if isinstance(urls, Index) else [*_parts(urls)]
+        urls = open_index(urls, note=logger.warning).where(options.where)
+    if isinstance(urls, Index):
+        parts = [urls]
+    else:
+        parts = [
+            recall_or_scan(shards, logger.warning) if index is None else check_sizes(index)
+            for shards, index in groups_of(expand(urls))
+        ]
     index = join_once(parts)
     labeled = join([_with_labels(part, options.exact) for part in parts])
+    labels = {label.place: label for label in known_labels(index)}
+    columns = sorted(labeled.columns, key=lambda column: column.place not in labels)
     return Info(
         samples=len(index),
         shards=len(index.shards),
@@ -216,7 +204,11 @@ def info(options: InfoOptions) -> Info:
         made=tuple(dict.fromkeys(_provenance(part.info) for part in parts)),
         keys=tuple(map(printable, index.keys(np.arange(min(3, len(index)))))),
         contents=_contents(index),
-        columns=_columns(index, labeled),
+        columns=tuple(
+            _summary(column, labels.get(column.place), len(labeled) == len(index))
+            for column in columns
+            if column.kind != NOT_A_COLUMN
+        ),
         disagreements={  # a loader refuses these, too
             printable(label.stored_as): printable(f"{index.disagreement(*label.place)}. {_ALONE}")
             for label in index.differing
@@ -225,15 +217,6 @@ def info(options: InfoOptions) -> Info:
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-def _parts(urls: Urls) -> Iterator[Index]:
-    """Yield the index of the shards of each folder."""
-    for shards, index in groups_of(expand(urls)):
-        if index is None:
-            yield recall_or_scan(shards, _log.warning)
-        else:
-            yield check_sizes(index)
 
 
 def _contents(index: Index) -> tuple[FieldSummary, ...]:
@@ -245,15 +228,12 @@ def _contents(index: Index) -> tuple[FieldSummary, ...]:
         name: quantiles(own, (0, 0.5, 0.99, 1)) for name, own in sizes.items() if len(own)
     }
     small = [name for name, (_, median, *_) in ranges.items() if median <= _VALUE_BYTES]
-    values: dict[str, list[bytes]] = {name: [] for name in ranges}
-    for _, fields in index.read(_looked_at(index), small):
-        for name, data in fields.items():
-            values[name].append(data)
+    samples = [fields for _, fields in index.read(_looked_at(index), small)]
     return tuple(
         FieldSummary(
             printable(name),
             len(sizes[name]),
-            *described(name, values[name]),
+            *described(name, [fields[name] for fields in samples if name in fields]),
             *(*extremes, int(sizes[name].sum())),
         )
         for name, extremes in ranges.items()
@@ -276,24 +256,11 @@ def _looked_at(index: Index) -> Ints:
 
 def _with_labels(index: Index, exact: bool) -> Index:
     """Return the samples whose labels are counted, with columns that are read if there are none."""
-    known = () if index.columns else known_labels(index)
-    labels = [label for label in known if label.has_column]
+    labels = [] if index.columns else [c for c in known_labels(index) if c.has_column]
     return with_values(index, labels, None if exact else _LABELS)
 
 
 # --- statistics -----------------------------------------------------------------------------------
-
-
-def _columns(index: Index, labeled: Index) -> tuple[ColumnSummary, ...]:
-    """Return statistics of labels, then of the other columns."""
-    labels = {label.place: label for label in known_labels(index)}
-    columns = sorted(labeled.columns, key=lambda column: column.place not in labels)
-    is_exact = len(labeled) == len(index)
-    return tuple(
-        _summary(column, labels.get(column.place), is_exact)
-        for column in columns
-        if column.kind != NOT_A_COLUMN
-    )
 
 
 def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSummary:
@@ -313,7 +280,6 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
         name=printable(column.name if label is None else label.name),
         kind="class" if is_class else column.kind,
         is_label=label is not None,
-        exact=exact,
         looked_at=len(column),
         missing=column.stored.null_count,
         classes=classes,
@@ -324,8 +290,8 @@ def _summary(column: Column, label: ColumnInfo | None, exact: bool) -> ColumnSum
     )
 
 
-def _numbers(values: Any) -> Numbers | None:
-    """Return the distribution of numbers. values: float64[n]"""
+def _numbers(values: Any) -> dict[str, Any] | None:
+    """Return the distribution of numbers; see `ColumnSummary`. values: float64[n]"""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
@@ -336,8 +302,10 @@ def _numbers(values: Any) -> Numbers | None:
         if 0 < high - low < np.inf:
             counts, edges = np.histogram(finite, _BINS)
             bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
-    not_finite = len(values) - len(finite)
-    return Numbers(mean, deviation, low, tuple(quartiles), high, not_finite, tuple(bins))
+    return {
+        **{"mean": mean, "deviation": deviation, "smallest": low, "quartiles": tuple(quartiles)},
+        **{"largest": high, "not_finite": len(values) - len(finite), "bins": tuple(bins)},
+    }
 
 
 def _provenance(info: Mapping[str, Any]) -> str:

@@ -182,11 +182,13 @@ def _verdict(bad: list[str], shuffle: bool, has_classes: bool) -> str:
 def _bucket_rows(plan: Buckets) -> tuple[dict[str, Any], ...]:
     """Return what an epoch delivers of each bucket."""
     batch, totals, steps = plan.per_lane * plan.lane_count, plan.totals, plan.bucket_steps
-    names = ("batch", "samples", "steps", "left_out")
-    rows = np.stack([batch, totals, steps, totals - steps * batch], 1).tolist()
+    columns = {
+        **{"batch": batch, "samples": totals, "steps": steps},
+        "left_out": totals - steps * batch,
+    }
     return tuple(
-        {"bucket": bucket, **dict(zip(names, row, strict=True))}
-        for bucket, row in zip(plan.names, rows, strict=True)
+        {"bucket": bucket, **{name: int(values[number]) for name, values in columns.items()}}
+        for number, bucket in enumerate(plan.names)
     )
 
 

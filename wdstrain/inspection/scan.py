@@ -267,8 +267,8 @@ def _members_in(index: Index) -> Iterator[tuple[str, list[Entry]]]:
     columns = (array.tolist() for array in (found.offset, found.size, found.crc))
     names = map(index.fields.__getitem__, found.field.tolist())
     rows = list(zip(names, *columns, strict=True))
-    keys = index.keys(np.arange(len(index)))
-    for key, (first, stop) in zip(keys, pairwise(found.first.tolist()), strict=True):
+    keys, edges = index.keys(np.arange(len(index))), pairwise(found.first.tolist())
+    for key, (first, stop) in zip(keys, edges, strict=True):
         yield key, rows[first:stop]
 
 

@@ -8,7 +8,6 @@ same for the same seed.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import DamageError
+from wdstrain.errors import DamageError, logger
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import known_labels, with_values
@@ -41,8 +40,6 @@ _MAX_BYTES = 64 << 20  # of a member that is read
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 _WIDTH = 80  # columns of a table
 _UNKNOWN = "samples of a number that is unknown without an index"
-
-_log = logging.getLogger("wdstrain")
 
 
 class Peek(list[SampleView]):
@@ -120,7 +117,7 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
         source = open_index(source).where(options.where)
     if not (isinstance(source, Index) or by_class or options.order == "random"):
         first = _first_samples(source, options.n)
-    index = first or open_index(source, note=_log.warning)
+    index = first or open_index(source, note=logger.warning)
     refuse(not len(index), "these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
     total = len(index)

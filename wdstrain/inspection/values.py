@@ -26,7 +26,6 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json
 
 _BINARY = "binary data of unknown type"
-_PICKLE = "pickle (never loaded)"
 _MAGIC = {
     (0, b"\x93NUMPY"): "array",
     (8, b"WAVE"): "WAV audio",
@@ -38,7 +37,7 @@ _MAGIC = {
     (0, b"\x1f\x8b"): "gzip",
     (0, b"PK\x03\x04"): "zip (npz)",
     (0, b"%PDF"): "PDF",
-    **{(0, b"\x80" + bytes([version])): _PICKLE for version in range(2, 6)},
+    **{(0, b"\x80" + bytes([version])): "pickle (never loaded)" for version in range(2, 6)},
 }
 _MAX_KINDS = 3  # types of the values of a field that are named
 _ORIENTATION = 274  # EXIF tag

@@ -270,9 +270,8 @@ def _compare_samples(
 
 def _findings(index: Index, ids: Ints, reasons: Iterator[str]) -> Iterator[Finding]:
     """Return the findings of samples; of very many the first, and how many more there are."""
-    start = index.offsets.start
     found = (
-        Finding(index.shard_with(n).shown, index.key(n), "", int(start[n]), reason)
+        Finding(index.shard_with(n).shown, index.key(n), "", int(index.offsets.start[n]), reason)
         for n, reason in zip(ids.tolist(), reasons, strict=False)
     )
     return limited(found, len(ids), "sample")

@@ -109,7 +109,7 @@ class SampleView:
                 self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
             reason = f"{name}: {str(error) or type(error).__name__}"
-            self.error = "; ".join(filter(None, (self.error, reason)))
+            self.error = f"{self.error}; {reason}" if self.error else reason
 
     def _add_value(self, name: str, value: Any) -> None:
         """Add an image or an array, a text, or a document of JSON."""
@@ -189,8 +189,8 @@ def _as_image(value: Array) -> Pixels | None:
     if value.ndim == 3 and value.shape[2] not in (1, 3):
         value = np.moveaxis(value, 0, -1)
     planes = np.atleast_3d(value)
-    is_image = planes.ndim == 3 and planes.shape[2] in (1, 3) and planes.dtype.kind in "biuf"
-    if not is_image or min(planes.shape[:2]) < _MIN_SIDE:
+    is_picture = planes.dtype.kind in "biuf" and planes.shape[2:] in ((1,), (3,))
+    if not is_picture or min(planes.shape[:2]) < _MIN_SIDE:
         return None
     if planes.dtype != np.uint8:
         planes = np.nan_to_num(planes.astype(np.float64), posinf=0, neginf=0)
