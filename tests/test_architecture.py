@@ -53,15 +53,15 @@ BUDGETS = {
     "decode": 1485,
     "storage": 1055,
     "reader": 476,
-    "cli": 522,
+    "cli": 520,
     "runtime": 402,
     "tuning": 219,
     "order": 507,
-    "report": 225,
+    "report": 219,
     "augment": 272,
     "webdataset": 324,
     "native": 56,
-    "": 291,  # modules at the top, memory.py among them
+    "": 287,  # modules at the top, memory.py among them
 }
 
 
