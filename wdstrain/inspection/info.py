@@ -303,8 +303,13 @@ def _numbers(values: Any) -> dict[str, Any] | None:
             counts, edges = np.histogram(finite, _BINS)
             bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
     return {
-        **{"mean": mean, "deviation": deviation, "smallest": low, "quartiles": tuple(quartiles)},
-        **{"largest": high, "not_finite": len(values) - len(finite), "bins": tuple(bins)},
+        "mean": mean,
+        "deviation": deviation,
+        "smallest": low,
+        "quartiles": tuple(quartiles),
+        "largest": high,
+        "not_finite": len(values) - len(finite),
+        "bins": tuple(bins),
     }
 
 

@@ -146,8 +146,10 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     return EpochPreview(
         settings={
             **given,
-            **{"lanes": plan.lane_count, "shuffle_buffer": plan.window},
-            **{"epoch": options.epoch, "rate": options.rate},
+            "lanes": plan.lane_count,
+            "shuffle_buffer": plan.window,
+            "epoch": options.epoch,
+            "rate": options.rate,
         },
         samples=len(index),
         shards=len(index.shards),
@@ -183,7 +185,9 @@ def _bucket_rows(plan: Buckets) -> tuple[dict[str, Any], ...]:
     """Return what an epoch delivers of each bucket."""
     batch, totals, steps = plan.per_lane * plan.lane_count, plan.totals, plan.bucket_steps
     columns = {
-        **{"batch": batch, "samples": totals, "steps": steps},
+        "batch": batch,
+        "samples": totals,
+        "steps": steps,
         "left_out": totals - steps * batch,
     }
     return tuple(
