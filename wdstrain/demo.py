@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from PIL import Image
 
 from wdstrain.conversion.api import convert_folder
-from wdstrain.errors import UsageError
-from wdstrain.inspection.info import info
 from wdstrain.inspection.verify import verify
 from wdstrain.report.printing import counted
 from wdstrain.report.terminal import Reporter
+from wdstrain.runtime.options import refuse
 from wdstrain.training.train import train
 
 _PHOTOGRAPHS = {  # class: function of skimage.data
@@ -47,12 +47,11 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
     with Reporter() as tell:
         _write_images(images)
         tell.line(f"1. cuts of ten photographs as JPEG in class folders: {images}")
-        convert_folder(
+        made = convert_folder(
             images, shards, split={"train": 0.8, "val": 0.2}, max_shard_samples=300, overwrite=True
         )
-        made = info(shards)
         tell.line(
-            f"2. converted into {counted(made.shards, 'shard')}, {made.bytes / 1e6:.1f} MB: {shards}"
+            f"2. converted into {counted(len(made.shards), 'shard')}, {made.megabytes:.1f} MB: {shards}"
         )
         checked = verify(shards)
         tell.line(
@@ -75,12 +74,9 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
         )
     busy = sum(epoch["seconds"] for epoch in outcome.epochs)
     return [
-        (
-            "samples",
-            f"{made.samples} ({', '.join(f'{split} {n}' for split, n in made.splits.items())})",
-        ),
-        ("shards", str(made.shards)),
-        ("MB", f"{made.bytes / 1e6:.1f}"),
+        ("samples", str(len(made))),
+        ("shards", str(len(made.shards))),
+        ("MB", f"{made.megabytes:.1f}"),
         (
             "samples/s",
             f"{sum(epoch['samples'] for epoch in outcome.epochs) / busy:.0f} in training",
@@ -107,20 +103,20 @@ def demo(folder: str) -> tuple[list[tuple[str, str]], list[str]]:
 
 def _write_images(folder: str) -> None:
     """Write cuts as <folder>/<photograph>/<number>.jpg."""
-    try:
-        from skimage import data
-    except ImportError:
-        raise UsageError(
-            "The demo needs the photographs of scikit-image.",
-            "Run: pip install 'wdstrain[demo]'",
-        ) from None
+    refuse(
+        find_spec("skimage") is None,
+        "The demo needs the photographs of scikit-image.",
+        "Run: pip install 'wdstrain[demo]'",
+    )
+    from skimage import data
+
     strange = set(os.listdir(folder) if os.path.isdir(folder) else ()) - {*_PHOTOGRAPHS}
-    if strange:
-        raise UsageError(
-            f"{folder} holds {min(strange)}, which no demo wrote.",
-            "Name another folder with {folder}.",
-            {"folder": ...},
-        )
+    refuse(
+        strange,
+        f"{folder} holds {min(strange, default='')}, which no demo wrote.",
+        "Name another folder with {folder}.",
+        folder=...,
+    )
     shutil.rmtree(folder, ignore_errors=True)
     rng = np.random.default_rng(0)
     for name, function in _PHOTOGRAPHS.items():

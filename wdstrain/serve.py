@@ -111,8 +111,6 @@ class _Connection(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the file that a request names."""
-        with self.server.lock:
-            self.server.requests += 1
         try:
             file = open_inside(self.server.folder, self.path)
         except OSError as error:
@@ -145,8 +143,6 @@ class _Connection(BaseHTTPRequestHandler):
         status, part, more = _part(_RANGE.fullmatch(asked.strip()), size)
         self._send(status, headers | more, len(part))
         if self.command == "GET" and part:
-            with self.server.lock:  # before a client has the bytes, and ends the server
-                self.server.bytes += len(part)
             # if the file shrank, end the connection, and never fill the answer up
             self.close_connection |= self.connection.sendfile(file, part.start, len(part)) < len(
                 part
@@ -154,6 +150,9 @@ class _Connection(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str] | None = None, length: int = 0) -> None:
         """Send the head of an answer. length: bytes of the body, which the caller sends."""
+        with self.server.lock:  # before a client has the bytes, and ends the server
+            self.server.requests += 1
+            self.server.bytes += length if self.command == "GET" else 0
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(length)}.items():
             self.send_header(name, value)

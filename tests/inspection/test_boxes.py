@@ -35,9 +35,7 @@ def packed(folder: Path, turned: bool = False) -> list[Scene]:
 @pytest.mark.parametrize("turned", [False, True])
 def test_good_boxes_are_verified_without_a_finding(turned: bool, tmp_path: Path) -> None:
     packed(tmp_path / "set", turned)
-    result = wt.verify(tmp_path / "set", decode=True)
-    assert result.ok
-    assert result.decoded == {"png": COUNT, "boxes.json": COUNT}
+    assert wt.verify(tmp_path / "set", decode=True).ok
 
 
 FINDINGS: list[tuple[Any, str]] = [

@@ -298,7 +298,7 @@ def test_of_several_ranks_the_one_that_reads_most_is_shown(folder: Path) -> None
     lines = [line for line in repr(preview).splitlines() if line.startswith("rank ")]
     (busiest,) = [rank for rank in preview.ranks if f"rank {rank['rank']}, reads most" in lines[0]]
     assert len(lines) == 1
-    assert f"{busiest['samples']} samples, {busiest['bytes']} of " in lines[0]
+    assert f"{busiest['samples']} samples, 61.4 KB of " in lines[0]
     assert busiest["bytes"] == max(rank["bytes"] for rank in preview.ranks)
     assert sum(rank["samples"] for rank in preview.ranks) == 600
 
@@ -307,8 +307,8 @@ def test_json_contains_the_complete_preview(folder: Path, capsys: Any) -> None:
     words = ["--world-size", "2", "--batch-size", "7", "--epoch", "3", "--json"]
     assert main(["plan", str(folder), *words]) == 0
     document = json.loads(capsys.readouterr().out)
-    counts = [document[name] for name in ("epoch", "steps", "left_out", "exactly_once")]
-    assert counts == [3, 42, 12, True]
+    counts = [document[name] for name in ("steps", "left_out", "exactly_once")]
+    assert (document["settings"]["epoch"], counts) == (3, [42, 12, True])
     assert [rank["samples"] for rank in document["ranks"]] == [294, 294]
     assert document["verdict"]
     assert document["quality"].keys() == {"classes", "neighbors"}

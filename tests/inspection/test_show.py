@@ -191,8 +191,9 @@ def test_texts_json_numbers_and_arrays_are_shown_by_type(tmp_path: Path) -> None
         "mp4": bytes(5000),
     }
     (seen,) = wt.peek(write_tar(tmp_path / "x.tar", [("a", sample)]))
-    assert (seen.text, seen.labels) == ("a cat on a mat", {"cls": "7"})
+    assert seen.labels == {"cls": "7"}
     assert seen.fields == {
+        "txt": "a cat on a mat",
         "json": "{angle: 0.25, kind: {of: [1, 2]}}",
         "bin": "50 B",
         "mp4": "5 KB",
@@ -361,9 +362,9 @@ def test_other_extensions_are_refused_and_a_failed_write_leaves_no_file(
 def test_a_peek_prints_as_a_table_with_complete_keys(packed: Path) -> None:
     shown = wt.peek(packed, 30)
     lines = repr(shown).splitlines()
-    assert (lines[0], lines[-1]) == (shown.title, "... and 10 more")
+    assert lines[0] == shown.title
     assert max(map(len, lines[1:])) <= 80
-    assert all(sample.key in repr(shown) for sample in shown[:20])
+    assert all(sample.key in repr(shown) for sample in shown)
     assert all(ord(letter) > 31 for letter in repr(odd(packed.parent)).replace("\n", ""))
 
 

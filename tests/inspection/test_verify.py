@@ -301,10 +301,13 @@ def test_missing_and_empty_images_and_labels_are_reported(tmp_path: Path) -> Non
     samples = [{"__key__": f"k{i}", "txt": "t", **({"cls": i % 2} if i else {})} for i in range(5)]
     wt.pack(samples, tmp_path / "s", classes=["a", "b"])
     assert [finding.reason for finding in wt.verify(tmp_path / "s").findings] == ["it has no cls"]
-    rows: list[Sample] = [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})]
-    found = wt.verify(write_tar(tmp_path / "bare" / "a.tar", rows)).findings
-    places = [(sample.key, sample.field, sample.reason) for sample in found]
-    assert places == [("a", "jpg", "it has 0 bytes"), ("b", "cls", "it has 0 bytes")]
+    rows: list[Sample] = [("a", {"jpg": b"", "txt": b""}), ("b", {"png": b"", "cls": b""})]
+    found = wt.verify(write_tar(tmp_path / "bare" / "a.tar", rows), decode=True).findings
+    assert [(sample.key, sample.field) for sample in found] == [
+        ("a", "jpg"),
+        ("b", "png"),
+        ("b", "cls"),
+    ]
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -339,7 +342,7 @@ def test_different_images_with_equal_size_and_crc32_are_not_reported(tmp_path: P
     assert "its image is also in split 'train': key 'b' in" in finding.reason
 
 
-def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_noted(tmp_path: Path) -> None:
+def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_not(tmp_path: Path) -> None:
     twin = {"txt": b"a", "cls": b"1"}
     rows = [("k0", twin), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})]
     a = write_tar(tmp_path / "a.tar", rows)
@@ -348,7 +351,6 @@ def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_noted(tmp_path: 
     (found,) = report.findings
     assert (found.shard, found.key, found.offset) == (str(b), "k0", 1024)
     assert f"is in {a} at offset 0" in found.reason
-    assert f"1 keys are in several shards, such as 'k1' in {a} and {b}" in report.notes
 
 
 def test_a_jpeg_that_is_followed_by_another_image_is_intact(
@@ -382,7 +384,6 @@ def test_decoding_reports_intact_bytes_that_are_not_an_image(tmp_path: Path) -> 
     places = {(finding.key, finding.field) for finding in report.findings}
     assert places == {("b", name) for name in ("png", "json", "txt", "cls", "npy")}
     assert any("allow_pickle=False" in finding.reason for finding in report.findings)
-    assert report.decoded == {"png": 2, "json": 2, "txt": 2, "cls": 2, "npy": 1}
 
 
 def test_decoding_reports_labels_that_are_not_classes_of_the_index(tmp_path: Path) -> None:
@@ -631,8 +632,7 @@ def test_columns_are_compared_with_the_bytes_of_their_fields(tmp_path: Path) -> 
         samples.append({"__key__": f"k{n:02d}", "bin": b"x" * n, "cls": n % 3, "json": entries})
     labels, out = [wt.Label("p", "number", "json", "p")], tmp_path / "set"
     wt.pack(samples, out, shuffle=False, max_shard_samples=7, labels=labels)
-    names = ("cls", "json.p", "json.tags", "json.mixed", "json.rare")
-    assert wt.verify(out).columns == dict.fromkeys(names, 40)
+    assert wt.verify(out).ok
     index = wt.open(out)
     changed = {("k08", "cls"): b"1", ("k20", "cls"): b"0"}
     for (key, _), data in changed.items():

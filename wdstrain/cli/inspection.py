@@ -56,8 +56,11 @@ def _bars(counts: dict[str, int]) -> str:
 
 
 def _timed(done: Any, seconds: float) -> Shown:
-    report = {**done.as_dict(), "seconds": seconds}
-    return report, [*done.rows(), ("seconds", text_of(seconds))], ""
+    return (
+        {**done.as_dict(), "seconds": seconds},
+        [*done.rows(), ("seconds", text_of(seconds))],
+        "",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

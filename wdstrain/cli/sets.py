@@ -221,8 +221,7 @@ def _rows(
         listed = "" if is_dry else f"listed with reasons in {os.path.join(out, 'skipped.jsonl')}; "
         skipped.insert(0, f"{listed}the first: {done.bad[0].sentence}")
     divided = f"{counted(info['divided'], 'image')} {'is' if info['divided'] == 1 else 'are'}"
-    names_file = os.path.join(out, "renamed.jsonl")
-    place = "" if is_dry else f"; what the source calls them is in {names_file}"
+    place = f"; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}"
     names = dict.fromkeys(name for by_class in counts.values() for name in by_class if name)
     rate = f", {len(done.index) / seconds:.0f} samples/s, {size / 1e6 / seconds:.0f} MB/s"
     return rows_of(
@@ -234,7 +233,9 @@ def _rows(
             "divided": f"{divided} in two splits or more, as several rows have the same image"
             if info["divided"]
             else "",
-            "renamed": f"{counted(info['renamed'], 'key')}{place}" if info["renamed"] else "",
+            "renamed": f"{counted(info['renamed'], 'key')}{'' if is_dry else place}"
+            if info["renamed"]
+            else "",
             "classes": [
                 f"{name}: "
                 + ", ".join(f"{split} {of.get(name, 0)}" for split, of in counts.items())

@@ -8,22 +8,21 @@ reveal what classes do not, such as frames of one video. A batch is the global b
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from wdstrain.inspection.options import PlanOptions
-from wdstrain.inspection.result import Result, Size, rows_of
+from wdstrain.inspection.result import Result, rows_of
 from wdstrain.inspection.values import known_labels
 from wdstrain.loader.loader import Loader
 from wdstrain.order.buckets import Buckets
 from wdstrain.order.order import Order
-from wdstrain.order.plan import Plan
 from wdstrain.reader.reads import lane_reads
 from wdstrain.report.printing import counted, printable
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_shards
@@ -79,11 +78,6 @@ class EpochPreview(Result):
     is_good: bool
     verdict: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-able values."""
-        own = asdict(self)
-        return {**own.pop("settings"), **own, "steps_measured": self.steps}
-
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
         chosen, lanes = self.settings, counted(self.settings["lanes"], "lane")
@@ -94,7 +88,7 @@ class EpochPreview(Result):
         title = f"rank {busiest['rank']}" + (", reads most" if world > 1 else "")
         seconds = timedelta(seconds=round(self.hours * 3600))
         named = {
-            "samples": f"{self.samples} in {counted(self.shards, 'shard')}, {self.bytes}",
+            "samples": f"{self.samples} in {counted(self.shards, 'shard')}, {format_size(self.bytes)}",
             "epoch": f"{chosen['epoch']}: {counted(self.steps, 'step')} on {counted(world, 'rank')}",
             "batch": f"{'at most ' * bool(self.buckets)}{size} per rank, {size * world} in all, "
             f"{lanes}",
@@ -109,12 +103,12 @@ class EpochPreview(Result):
                 for row in self.buckets
             },
             "exactly once": "every sample that is not left out" if self.exactly_once else "NO",
-            "read": f"{Size(sum(rank['bytes'] for rank in self.ranks))}{requests}",
+            "read": f"{format_size(sum(rank['bytes'] for rank in self.ranks))}{requests}",
             "time": f"{seconds} at {chosen['rate']:g} samples/s on each rank",
             "cost": None if self.cost is None else f"{self.cost:.4g} per epoch",
-            title: f"{counted(busiest['samples'], 'sample')}, {busiest['bytes']} of "
+            title: f"{counted(busiest['samples'], 'sample')}, {format_size(busiest['bytes'])} of "
             f"{counted(busiest['shards'], 'shard')} in {counted(busiest['reads'], 'read')} with "
-            f"{counted(busiest['seeks'], 'seek')}; holds at most {busiest['held_bytes_most']}",
+            f"{counted(busiest['seeks'], 'seek')}; holds at most {format_size(busiest['held_bytes_most'])}",
             **{name: mixing and mixing["text"] for name, mixing in self.quality.items()},
             "verdict": self.verdict,
         }
@@ -136,8 +130,7 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     of_labels = {label.place for label in known_labels(index) if label.is_class}
     label = next((column.name for column in index.columns if column.place in of_labels), None)
     requests, size = sum(r["requests"] for r in ranks), sum(r["bytes"] for r in ranks)
-    per_gigabyte, per_thousand = options.price or (0.0, 0.0)
-    cost = per_gigabyte * size / 1e9 + per_thousand * requests / 1000
+    cost = np.dot(options.price or (0, 0), (size / 1e9, requests / 1000))
     packing = index.info.get("options")
     is_random = plan.shuffle and isinstance(packing, dict) and packing.get("shuffle") is True
     classes = None if label is None else group_codes(index, label)
@@ -147,19 +140,26 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
         "neighbors": _mixing(plan, neighbors, places, "in places on disk"),
     }
     bad = [m["text"] for m in quality.values() if m is not None and m["value"] > m["limit"]]
-    settings = {"lanes": plan.lane_count, "shuffle_buffer": plan.window}
+    read = len(np.unique(places[0]))
+    is_once = plan.tail == "pad" or read == places.shape[1]  # an empty lane repeats another's
     buckets = _bucket_rows(plan) if isinstance(plan, Buckets) else ()
     return EpochPreview(
-        settings={**given, **settings, "epoch": options.epoch, "rate": options.rate},
+        settings={
+            **given,
+            "lanes": plan.lane_count,
+            "shuffle_buffer": plan.window,
+            "epoch": options.epoch,
+            "rate": options.rate,
+        },
         samples=len(index),
         shards=len(index.shards),
-        bytes=Size(sum(shard.bytes for shard in index.shards)),
+        bytes=sum(shard.bytes for shard in index.shards),
         steps=plan.steps,
         left_out=plan.left_out,
-        exactly_once=len(np.unique(places[0])) == len(places[0]) == plan.samples - plan.left_out,
+        exactly_once=is_once and read == plan.samples - plan.left_out,
         hours=plan.rows_before(0, plan.steps) / options.rate / 3600,
         requests=requests,
-        cost=None if options.price is None else cost,
+        cost=None if options.price is None else float(cost),
         ranks=ranks,
         buckets=buckets,
         label=label,
@@ -184,11 +184,15 @@ def _verdict(bad: list[str], shuffle: bool, has_classes: bool) -> str:
 def _bucket_rows(plan: Buckets) -> tuple[dict[str, Any], ...]:
     """Return what an epoch delivers of each bucket."""
     batch, totals, steps = plan.per_lane * plan.lane_count, plan.totals, plan.bucket_steps
-    names = ("batch", "samples", "steps", "left_out")
-    rows = np.stack([batch, totals, steps, totals - steps * batch], 1).tolist()
+    columns = {
+        "batch": batch,
+        "samples": totals,
+        "steps": steps,
+        "left_out": totals - steps * batch,
+    }
     return tuple(
-        {"bucket": bucket, **dict(zip(names, row, strict=True))}
-        for bucket, row in zip(plan.names, rows, strict=True)
+        {"bucket": bucket, **{name: int(values[number]) for name, values in columns.items()}}
+        for number, bucket in enumerate(plan.names)
     )
 
 
@@ -204,23 +208,21 @@ def _share(index: Index, plan: Order, rank: int) -> tuple[dict[str, int], Ints]:
         due = step[edges[1:] - 1]
         ids, step = ids[edges[:-1]], step[edges[:-1]]
         held += _held(index.offsets.size[ids], step, due, plan.steps)
-        is_empty = isinstance(plan, Plan) and not plan.lane_samples(plan.lanes_of(rank)[lane])
-        if not is_empty:  # such a lane pads with another's sample
-            places.append(np.stack([ids, step]))
+        places.append(np.stack([ids, step]))
     lanes, shards, start, stop = np.array(reads, np.int64).T
     is_next = (np.diff(lanes) == 0) & (np.diff(shards) == 0) & (start[1:] == stop[:-1])
     is_far = any(is_remote(listed.path) for listed in index.shards)
-    own = np.hstack([np.zeros((2, 0), np.int64), *places])
+    own = np.hstack(places)
     share = {
         "rank": rank,
         "samples": own.shape[1],
         "padding": plan.steps * plan.batch_size - own.shape[1] if plan.tail == "pad" else 0,
-        "bytes": Size((stop - start).sum()),
+        "bytes": int((stop - start).sum()),
         "shards": len(np.unique(shards)),
         "reads": len(reads),
         "seeks": len(reads) - int(is_next.sum()),
         "requests": int((-(-(stop - start) // range_size())).sum()) if is_far else 0,
-        "held_bytes_most": Size(held.max()),
+        "held_bytes_most": int(held.max()),
     }
     return share, own
 

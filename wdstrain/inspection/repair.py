@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wdstrain.conversion.listing import Part
 from wdstrain.conversion.packing import write_samples
 from wdstrain.conversion.staging import Staging
 from wdstrain.errors import ShardError
@@ -33,9 +32,7 @@ from wdstrain.inspection.scan import (
     is_header,
     limited,
     missing,
-    rows_of,
     shards_at,
-    without,
 )
 from wdstrain.inspection.verify import ShardsRead
 from wdstrain.loader.stats import Finding
@@ -117,7 +114,8 @@ def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> I
 
     What is lost is added to the result.
     """
-    listed, target = expected.shards[0], os.path.join(folder, expected.shards[0].name)
+    listed, intact = expected.shards[0], check.found
+    target = os.path.join(folder, listed.name)
     written = write_samples(target, listed.split, _writable(check))
     if not len(written):
         os.unlink(target)
@@ -134,7 +132,7 @@ def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> I
     return written
 
 
-def _writable(check: ShardCheck) -> Iterator[tuple[str, list[Part]]]:
+def _writable(check: ShardCheck) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
     """Yield the samples to write. A sample that cannot be written becomes a finding."""
     intact = check.found
     for number, values in intact.read(np.arange(len(intact))):
@@ -174,33 +172,33 @@ def recover(scan: ShardScan, expected: Index) -> ShardCheck:
     cannot be read.
     """
     deque(scan.samples(), maxlen=0)
-    listed = expected.shards[0]
-    found, is_changed = scan.index(listed), listed.sha256 != scan.sha256
+    is_changed = expected.shards[0].sha256 != scan.sha256
     if is_changed and expected.offsets.has_checksums:
-        taken, lost = as_packed(scan, found, expected)
-        if strange := without(found, expected):  # the shard was replaced
+        taken, lost = as_packed(scan, expected)
+        known = {*expected.keys(np.arange(len(expected)))}
+        if strange := [key for key, *_ in scan.rows if key not in known]:  # it was replaced
             lost.append(
                 scan.finding(
                     f"holds {counted(len(strange), 'sample')} that its index does not list, the "
-                    f"first '{strange[0][0]}'; they are not copied. Run: wdstrain index on it first"
+                    f"first '{strange[0]}'; they are not copied. Run: wdstrain index on it first"
                 )
             )
     else:
-        taken, lost = _by_headers(scan, found)
-        lost += [*(missing(scan, found, expected) if is_changed else ()), *scan.damages]
+        taken, lost = _by_headers(scan)
+        lost += [*(missing(scan, expected) if is_changed else ()), *scan.damages]
     rows = [(key, own[0][1], own[-1][1], own) for key, own in taken.items()]
     shard = Shard(scan.source.path, len(taken), scan.size)
     return ShardCheck(lost, Index((shard,), Offsets.of_samples(rows)))
 
 
-def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
+def _by_headers(scan: ShardScan) -> tuple[Taken, list[Finding]]:
     """Return the samples with valid headers, and those that are lost nevertheless.
 
     A sample whose members lie in two places becomes whole.
     """
-    taken, lost, rows = Taken(), list[Finding](), list(rows_of(found))
+    taken, lost = Taken(), list[Finding]()
     doubled = {fault.key for fault in scan.faults if fault.field}
-    for (key, members), start in zip(rows, found.offsets.start.tolist(), strict=True):
+    for key, start, _, members in scan.rows:
         earlier = taken.get(key, [])
         if key in doubled or {name for name, *_ in members} & {name for name, *_ in earlier}:
             lost.append(
@@ -209,8 +207,9 @@ def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
         else:
             taken[key] = [*earlier, *members]
     usual = Counter(map(_kinds, taken.values())).most_common(1)
-    behind = np.searchsorted(found.offsets.start, [d.offset for d in scan.damages], "right")
-    near = {rows[at][0] for at in (*behind, *(behind - 1)) if 0 <= at < len(rows)}
+    starts = [start for _, start, _, _ in scan.rows]
+    behind = np.searchsorted(starts, [damage.offset for damage in scan.damages], "right")
+    near = {scan.rows[at][0] for at in (*behind, *(behind - 1)) if 0 <= at < len(starts)}
     for key in sorted(near & taken.keys()):
         fault = _fault_near_damage(scan, key, taken[key], usual[0][0])
         if fault is not None:
@@ -219,7 +218,7 @@ def _by_headers(scan: ShardScan, found: Index) -> tuple[Taken, list[Finding]]:
     return taken, lost
 
 
-def _kinds(members: list[Entry]) -> frozenset[str]:
+def _kinds(members: Sequence[Entry]) -> frozenset[str]:
     """Return the kinds of the fields of a sample."""
     return frozenset(field_kind(name) for name, *_ in members)
 
@@ -228,10 +227,8 @@ def _fault_near_damage(
     scan: ShardScan, key: str, members: list[Entry], usual: frozenset[str]
 ) -> Finding | None:
     """Return what shows that a sample next to damage is not whole. usual: kinds of its fields."""
-    kinds = _kinds(members)
-    if kinds != usual:
-        fields, others = ", ".join(sorted(kinds)), ", ".join(sorted(usual))
-        reason = f"it is next to damage and has {fields}, others {others}"
+    if _kinds(members) != usual:
+        reason = f"it is next to damage and lacks some of {', '.join(sorted(usual))}, or has others"
         return scan.finding(reason, key, offset=members[0][1])
     for name, offset, size, _ in members:
         data = scan.source.bytes_at(offset, size)

@@ -6,17 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from wdstrain.runtime.options import format_size
-
 _MOST = 20  # items of a list that are printed
 _LONG = 40  # characters of an item that gets a line of its own
-
-
-class Size(int):
-    """A number of bytes, which prints as short text."""
-
-    def __str__(self) -> str:
-        return format_size(self)
 
 
 class Result:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import threading
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -61,17 +60,12 @@ class ShardCheck:
 
     found: its samples, or the intact ones for `repair`; no shard if it could not be read to its
     end. hashes: of the contents and of the images (0: none) of each sample, valid within this
-    process. columns: values that were compared, by column. decoded: members, by field. ignored: members
-    that belong to no sample, by reason. is_unindexed: there are no checksums.
+    process.
     """
 
     findings: list[Finding]
     found: Index = field(default_factory=Index)
     hashes: array[int] = field(default_factory=lambda: array("q"))
-    columns: Counter[str] = field(default_factory=Counter)
-    decoded: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-    is_unindexed: bool = False
 
 
 class ShardScan(Window):
@@ -230,59 +224,51 @@ def each_shard(
 # --- comparing with an index ----------------------------------------------------------------------
 
 
-def as_packed(
-    scan: ShardScan, found: Index, expected: Index
-) -> tuple[dict[str, list[Entry]], list[Finding]]:
+def as_packed(scan: ShardScan, expected: Index) -> tuple[dict[str, list[Entry]], list[Finding]]:
     """Return the members of each sample that is as an index with checksums says, and other members.
 
-    A member lies where the scan found its bytes with this key, or else where the index says. found:
-    all samples of the scan.
+    A member lies where the scan found its bytes with this key, or else where the index says.
     """
-    rows = [(key, *member) for key, members in rows_of(found) for member in members]
-    places = {(key, name, size, crc): offset for key, name, offset, size, crc in rows}
-    sums = {(offset, size): crc for _, _, offset, size, crc in rows}
+    places = {
+        (key, name, size, crc): offset
+        for key, _, _, members in scan.rows
+        for name, offset, size, crc in members
+    }
     intact, lost = dict[str, list[Entry]](), list[Finding]()
-    for key, wanted in rows_of(expected):
+    for key, wanted in _members_in(expected):
         members = list[Entry]()
         for name, offset, size, crc in wanted:
-            place = places.get((key, name, size, crc), offset)
-            actual = sums.get((place, size))
-            if actual is None:  # its header is damaged
-                actual = crc32(scan.source.bytes_at(place, size))
-            if actual == crc:
-                members.append((name, place, size, crc))
+            place = places.get((key, name, size, crc))
+            if place is None and crc32(scan.source.bytes_at(offset, size)) == crc:
+                place = offset  # only its header is damaged
+            if place is None:
+                reason = "the bytes are not those that were packed"
+                lost.append(scan.finding(reason, key, name, offset))
             else:
-                lost.append(
-                    scan.finding("the bytes are not those that were packed", key, name, offset)
-                )
+                members.append((name, place, size, crc))
         if len(members) == len(wanted):
             intact[key] = members
     return intact, lost
 
 
-def missing(scan: ShardScan, found: Index, expected: Index) -> list[Finding]:
+def missing(scan: ShardScan, expected: Index) -> list[Finding]:
     """Return a finding for each sample of an index that a shard does not have."""
+    known, starts = {key for key, *_ in scan.rows}, expected.offsets.start.tolist()
     return [
         scan.finding("it is not there, as the index says", key, offset=start)
-        for key, start in without(expected, found)
+        for key, start in zip(expected.keys(np.arange(len(expected))), starts, strict=True)
+        if key not in known
     ]
 
 
-def without(index: Index, other: Index) -> list[tuple[str, int]]:
-    """Return (key, offset) of the samples of an index whose keys the other one does not have."""
-    keys, others = (one.keys(np.arange(len(one))) for one in (index, other))
-    known, starts = {*others}, index.offsets.start.tolist()
-    return [row for row in zip(keys, starts, strict=True) if row[0] not in known]
-
-
-def rows_of(index: Index) -> Iterator[tuple[str, list[Entry]]]:
+def _members_in(index: Index) -> Iterator[tuple[str, list[Entry]]]:
     """Yield (key, (field, offset, size, crc32 or 0) of each member) of the samples of an index."""
     found = index.offsets.members
     columns = (array.tolist() for array in (found.offset, found.size, found.crc))
     names = map(index.fields.__getitem__, found.field.tolist())
     rows = list(zip(names, *columns, strict=True))
-    keys = index.keys(np.arange(len(index)))
-    for key, (first, stop) in zip(keys, pairwise(found.first.tolist()), strict=True):
+    keys, edges = index.keys(np.arange(len(index))), pairwise(found.first.tolist())
+    for key, (first, stop) in zip(keys, edges, strict=True):
         yield key, rows[first:stop]
 
 
@@ -292,18 +278,19 @@ def rows_of(index: Index) -> Iterator[tuple[str, list[Entry]]]:
 def finding_of(shown: str, error: WdstrainError) -> Finding:
     """Return a finding with the text of an error, which mostly starts with the shard's name."""
     text = str(error).removesuffix(".")
-    if text.startswith(f"{shown} "):
-        return Finding(shown, "", "", 0, text[len(shown) + 1 :])
-    return Finding(shown, "", "", 0, f"cannot be checked: {text.removeprefix(f'{shown}: ')}")
+    reason = text.removeprefix(f"{shown} ")
+    if reason == text:
+        reason = f"cannot be checked: {text.removeprefix(f'{shown}: ')}"
+    return Finding(shown, "", "", 0, reason)
 
 
 def limited(findings: Iterable[Finding], count: int, what: str) -> Iterator[Finding]:
     """Yield findings; of very many the first, and how many more of this name there are."""
-    listed = iter(findings)
-    yield from islice(listed, MOST)
-    for one in islice(listed, 1):
-        more = f"holds the first of {counted(count - MOST, f'more {what}')}: {one.reason}"
-        yield Finding(one.shard, "", "", 0, more)
+    listed = list(islice(findings, MOST + 1))
+    yield from listed[:MOST]
+    for first in listed[MOST:]:
+        more = f"holds the first of {counted(count - MOST, f'more {what}')}: {first.reason}"
+        yield Finding(first.shard, "", "", 0, more)
 
 
 def field_kind(field: str) -> str:

@@ -8,7 +8,6 @@ same for the same seed.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from wdstrain.errors import DamageError, UsageError
+from wdstrain.errors import DamageError, logger
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.inspection.result import text_of
 from wdstrain.inspection.values import known_labels, with_values
@@ -39,10 +38,8 @@ from wdstrain.storage.files import write_whole
 
 _MAX_BYTES = 64 << 20  # of a member that is read
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
-_MAX_ROWS = 20  # of the table in a terminal
 _WIDTH = 80  # columns of a table
-
-_log = logging.getLogger("wdstrain")
+_UNKNOWN = "samples of a number that is unknown without an index"
 
 
 class Peek(list[SampleView]):
@@ -86,12 +83,9 @@ class Peek(list[SampleView]):
     def __repr__(self) -> str:
         """Return a row for each sample: its key, which is complete, and what fits of its texts."""
         rows = [(view.key, view.lines[0], "; ".join(filter(None, view.lines[1:]))) for view in self]
-        width = max([_WIDTH, *(len(printable(key)) + 4 for key, *_ in rows[:_MAX_ROWS])])
+        width = max([_WIDTH, *(len(printable(view.key)) + 4 for view in self)])
         head = map(printable, (self.title, *self.notes))
-        lines = [*head, table_text(rows[:_MAX_ROWS], width=width)]
-        if len(rows) > _MAX_ROWS:
-            lines.append(f"... and {len(rows) - _MAX_ROWS} more")
-        return "\n".join(lines)
+        return "\n".join([*head, table_text(rows, width=width)])
 
     def _repr_png_(self) -> bytes:
         return png_sheet(self._lines, self.title)
@@ -123,51 +117,51 @@ def _peek_shards(source: Urls | Index, options: PeekOptions) -> Peek:
         source = open_index(source).where(options.where)
     if not (isinstance(source, Index) or by_class or options.order == "random"):
         first = _first_samples(source, options.n)
-    index = first or open_index(source, note=_log.warning)
+    index = first or open_index(source, note=logger.warning)
     refuse(not len(index), "these shards hold no samples.", "Check the address.")
     labels = known_labels(index) if options.label is None else [_label(index, options.label)]
-    notes, total = list[str](), len(index)
+    total = len(index)
     if by_class:
         labels = [label for label in labels if label.kind not in ("number", "mask", "boxes")]
         index = with_values(index, labels[:1], _MAX_LABELS)
         lines, how = _by_class(index, options, labels)
-        if len(index) < total:
-            notes.append(f"labels were read of {len(index)} of {total} samples")
     elif options.order == "random":
         mixed = np.argsort(bits(np.arange(len(index)), "look", options.seed))
         lines, how = [np.sort(mixed[: options.n])], f"at random (seed {options.seed})"
     else:
         lines, how = [np.arange(min(options.n, len(index)))], "the first"
     views = [[_view(index, labels, number) for number in ids.tolist()] for ids in lines]
-    amount = "samples of a number that is unknown without an index"
-    if first is None:
-        amount = f"of {counted(total, 'sample')}"
+    amount = f"of {counted(total, 'sample')}" if first is None else _UNKNOWN
+    notes = [f"labels were read of {len(index)} of {total} samples"] if len(index) < total else []
     place = folder_of(index.shards[0].path) or "."
     return Peek(views, f"{place}: {sum(map(len, lines))} {amount}, {how}", notes)
 
 
 def _view(index: Index, labels: Sequence[ColumnInfo], number: int) -> SampleView:
     """Return a sample. Only members that can be shown are read; near ones in one request."""
-    shard, start = index.shard_with(number), int(index.offsets.start[number])
-    view, sizes = SampleView(index.key(number), shard.shown, start, shard.split), dict[str, int]()
-    names, fields = {label.place: label.name for label in labels}, {label.field for label in labels}
-    for column in index.columns:
-        has_text = column.place in names or column.is_joined
-        value = column.take([number])[0].as_py() if has_text else None
-        if value is not None:
-            view.labels[names.get(column.place, column.name)] = text_of(value)
-    for name, _, size in index.members(number):
-        view.fields[name], sizes[name] = format_size(size), size
+    view = SampleView(
+        index.key(number), index.shard_with(number).shown, int(index.offsets.start[number])
+    )
+    names = {label.place: label.name for label in labels}
+    values = {
+        names.get(column.place, column.name): column.take([number])[0].as_py()
+        for column in index.columns
+        if column.place in names or column.is_joined
+    }
+    view.labels = {name: text_of(value) for name, value in values.items() if value is not None}
+    fields = {label.field for label in labels}
+    sizes = {name: size for name, _, size in index.members(number)}
+    view.fields |= {name: format_size(size) for name, size in sizes.items()}
     shown = [n for n in sizes if sizes[n] <= _MAX_BYTES and (n in fields or is_shown(n))]
     try:
-        values = dict(index.read([number], shown))[number]
+        sample = dict(index.read([number], shown))[number]
     except DamageError as error:
-        view.add_error("", error)
+        view.error = str(error)
         return view
     # masks and boxes are drawn over their image
-    for name in sorted(values, key=lambda name: is_mask(name) or is_boxes(name)):
+    for name in sorted(sample, key=lambda name: is_mask(name) or is_boxes(name)):
         view.fields.pop(name)
-        view.add(name, values, labels)
+        view.add(name, sample, labels)
     return view
 
 
@@ -189,12 +183,10 @@ def _first_samples(urls: Urls, n: int) -> Index | None:
 
 def _label(index: Index, name: str) -> ColumnInfo:
     """Return a label, or a field as one. Raises UsageError for a name that is neither."""
-    known = [*known_labels(index), *(ColumnInfo(f, "class", f) for f in index.fields)]
-    for label in known:
-        if label.name == name:
-            return label
-    names = list(dict.fromkeys(label.name for label in known))
-    raise UsageError(f"there is no label {name!r}.", _choices(name, names))
+    known = {label.name: label for label in known_labels(index)}
+    fields = {field: ColumnInfo(field, "class", field) for field in index.fields}
+    _check_name(f"there is no label {name!r}", name, [*(known | fields)])
+    return (fields | known)[name]
 
 
 def _by_class(
@@ -209,17 +201,14 @@ def _by_class(
     ids, codes, held = _class_codes(index, labels[0])
     known = labels[0].classes or sorted(held, key=lambda name: (len(name), name))
     for name in wanted.classes:
-        if name not in known:
-            raise UsageError(
-                f"the label {labels[0].name!r} has no class {name!r}.", _choices(name, known)
-            )
+        _check_name(f"the label {labels[0].name!r} has no class {name!r}", name, known)
     draws = bits(ids, "look", wanted.seed)
     order = np.lexsort((draws, codes))
     ids, codes, draws = ids[order], codes[order], draws[order]
     turns = np.arange(len(codes)) - np.searchsorted(codes, codes)  # of a sample in its class
     if wanted.classes:
-        chosen, how = np.flatnonzero(turns < wanted.n), f"{wanted.n} of each of "
-        how += _listed(wanted.classes)
+        chosen = np.flatnonzero(turns < wanted.n)
+        how = f"{wanted.n} of each of {text_of(wanted.classes)}"
     else:
         chosen = np.lexsort((draws, turns))[: wanted.n]
         how = f"evenly over {counted(len(known), 'class')}"
@@ -245,13 +234,7 @@ def _class_codes(index: Index, label: ColumnInfo) -> tuple[Ints, Ints, list[str]
     return ids[np.asarray(coded.is_valid())], codes, list(map(str, coded.dictionary.to_pylist()))
 
 
-def _choices(name: str, names: Sequence[str]) -> str:
-    """Return a sentence with a name that resembles `name`, and the names there are."""
-    near = get_close_matches(name, names, 1, 0.5)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{guess}Use one of: {_listed(names) or 'none'}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first ten names."""
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+def _check_name(problem: str, name: str, known: Sequence[str]) -> None:
+    """Raise UsageError for a name that is not known, with one that resembles it."""
+    near = "".join(f"Did you mean {word!r}? " for word in get_close_matches(name, known, 1, 0.5))
+    refuse(name not in known, f"{problem}.", f"{near}Use one of: {text_of(known) or 'none'}.")

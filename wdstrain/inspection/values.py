@@ -10,13 +10,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from wdstrain.decode.codecs import decode_image
+from wdstrain.inspection.result import text_of
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import typed
 from wdstrain.shards.declare import even_part, read_columns
@@ -25,7 +26,6 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.kinds import ColumnInfo, npy_array, parsed_json
 
 _BINARY = "binary data of unknown type"
-_PICKLE = "pickle (never loaded)"
 _MAGIC = {
     (0, b"\x93NUMPY"): "array",
     (8, b"WAVE"): "WAV audio",
@@ -37,90 +37,43 @@ _MAGIC = {
     (0, b"\x1f\x8b"): "gzip",
     (0, b"PK\x03\x04"): "zip (npz)",
     (0, b"%PDF"): "PDF",
-    **{(0, b"\x80" + bytes([version])): _PICKLE for version in range(2, 6)},
+    **{(0, b"\x80" + bytes([version])): "pickle (never loaded)" for version in range(2, 6)},
 }
 _MAX_KINDS = 3  # types of the values of a field that are named
-_MAX_ENTRIES = 12  # JSON entries that are named
 _ORIENTATION = 274  # EXIF tag
 
-Header = tuple[str, str, int, int, bool]  # format, mode, width, height, rotated by EXIF
 
-
-@dataclass(frozen=True)
-class ImageSummary:
-    """Formats, modes and sizes in the headers of some images.
-
-    width, height: smallest, median and largest, in pixels, as stored. rotated: share of the images
-    that EXIF rotates or mirrors. unreadable: images without a readable header; reason: why, for the
-    first of them.
-    """
-
-    looked_at: int
-    unreadable: int
-    reason: str
-    formats: dict[str, int]
-    modes: dict[str, int]
-    width: tuple[int, ...]
-    height: tuple[int, ...]
-    rotated: float
-
-    def __str__(self) -> str:
-        if not self.formats:
-            return f"image; none can be read: {self.reason}"
-        least, median, most = (f"{w} x {h}" for w, h in zip(self.width, self.height, strict=True))
-        parts = [
-            f"{' or '.join(self.formats)} image",
-            median if least == most else f"{least} to {most}, median {median}",
-            " or ".join(self.modes),
-            f"{self.rotated:.0%} rotated by EXIF" if self.rotated else "",
-            f"{self.unreadable} unreadable ({self.reason})" if self.unreadable else "",
-            f"by {self.looked_at} headers",
-        ]
-        return "; ".join(filter(None, parts))
-
-
-@dataclass(frozen=True)
-class Content:
-    """Contents of a field, in words (`what`) and by type (`kinds`). entries: of JSON objects."""
-
-    what: str
-    looked_at: int
-    kinds: dict[str, int]
-    entries: dict[str, int]
-    images: ImageSummary | None
-
-
-def described(name: str, values: Iterable[bytes]) -> Content:
-    """Return the contents of the field `name`, from some of its values."""
-    groups: dict[str, list[Any]] = {}
+def described(name: str, values: Iterable[bytes]) -> tuple[str, dict[str, int]]:
+    """Return what some values of the field `name` are: as text, and the number of each type."""
+    groups: dict[str, list[tuple[Any, ...]]] = {}
     for value in values:
-        kind, detail = _kind(name, value)
-        groups.setdefault(kind, []).append(detail)
-    images = _image_summary(groups["image"]) if "image" in groups else None
+        kind, details = _kind(name, value)
+        groups.setdefault(kind, []).append(details)
     kinds = Counter({kind: len(details) for kind, details in groups.items()})
-    entries = Counter(name for names in groups.get("JSON", ()) for name in names)
-    shown = []
-    for kind, count in kinds.most_common(_MAX_KINDS):
-        text = str(images) if kind == "image" else _words(kind, groups[kind], list(entries))
-        shown.append(text if len(kinds) == 1 else f"{text} ({count} of {kinds.total()})")
-    more = f"; and {len(kinds) - _MAX_KINDS} more" * (len(kinds) > _MAX_KINDS)
-    what = "; ".join(shown) + more or "not looked at"
-    return Content(what, kinds.total(), dict(kinds), dict(entries), images)
+    words = [
+        _words(kind, groups[kind]) + f" ({count} of {kinds.total()})" * (len(kinds) > 1)
+        for kind, count in kinds.most_common(_MAX_KINDS)
+    ]
+    if len(kinds) > _MAX_KINDS:
+        words.append(f"and {len(kinds) - _MAX_KINDS} more")
+    return "; ".join(words) or "not looked at", dict(kinds)
 
 
 def quantiles(values: Any, shares: Sequence[float]) -> tuple[Any, ...]:
-    """Return quantiles of numbers; each is one of them."""
-    return tuple(np.quantile(values, shares, method="inverted_cdf").tolist())
+    """Return quantiles of numbers, or of each of their columns; each is one of them."""
+    return tuple(np.quantile(values, shares, axis=0, method="inverted_cdf").tolist())
 
 
-def _words(kind: str, details: Sequence[Any], entries: Sequence[str]) -> str:
-    """Return a type with the range of its numbers, or with the names of JSON entries."""
-    numbers = [detail for detail in details if isinstance(detail, (int, float))]
-    if numbers:
-        title = "text, characters:" if kind == "text" else kind
-        return f"{title} {min(numbers):.5g} to {max(numbers):.5g}"
-    named = ", ".join(entries[:_MAX_ENTRIES]) + ", ..." * (len(entries) > _MAX_ENTRIES)
-    return f"{kind}: {named}" if kind == "JSON" and named else kind
+def _words(kind: str, details: Sequence[tuple[Any, ...]]) -> str:
+    """Return a type with the names of entries, or with the range and the median of numbers."""
+    if not any(details):
+        return kind
+    if kind == "JSON":
+        return f"JSON: {text_of(list(dict.fromkeys(chain(*details))))}"
+    low, median, high = (
+        " x ".join(f"{number:.5g}" for number in row) for row in quantiles(details, (0, 0.5, 1))
+    )
+    return f"{kind}: {low}" if low == high else f"{kind}: {low} to {high}, median {median}"
 
 
 def parsed(name: str, data: bytes) -> Any:
@@ -136,59 +89,42 @@ def parsed(name: str, data: bytes) -> Any:
     return parsed_json(data) if extension == "json" else data.decode("utf-8-sig")
 
 
-def _kind(name: str, data: bytes) -> tuple[str, Any]:
-    """Return (type of a value, a number that varies, names of JSON entries, or a header)."""
+def _kind(name: str, data: bytes) -> tuple[str, tuple[Any, ...]]:
+    """Return (type of a value, the numbers that vary, or the names of JSON entries)."""
     matches = (kind for (at, magic), kind in _MAGIC.items() if data.startswith(magic, at))
     magic = next(matches, "" if data else "empty")
     if format_of(data) is not None or (not magic and is_image(name)):
-        return "image", _image_header(data)
+        return _image_kind(data)
     try:
         if magic == "array":
             array = npy_array(memoryview(data))
-            number = float(array) if array.shape == () and array.dtype.kind in "biuf" else None
-            return printable(f"{array.dtype} array {list(array.shape)}"), number
+            return printable(f"{array.dtype} array {list(array.shape)}"), ()
         if magic:
-            return magic, None
+            return magic, ()
         if name.rpartition(".")[2] == "json":
             document = parsed(name, data)
-            return "JSON", [*map(printable, document)] if isinstance(document, dict) else ()
+            return "JSON", tuple(map(printable, document)) if isinstance(document, dict) else ()
         text = data.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
-        return _BINARY, None
+        return _BINARY, ()
     except ValueError as error:
-        return printable(f"invalid {magic or 'JSON'} ({error})"), None
+        return printable(f"invalid {magic or 'JSON'} ({error})"), ()
     with suppress(ValueError):
-        return "number", float(text)
-    return (_BINARY, None) if "\0" in text else ("text", len(text))
+        return "number", (float(text),)
+    return (_BINARY, ()) if "\0" in text else ("text, characters", (len(text),))
 
 
-def _image_header(data: bytes) -> Header | str:
-    """Return the header of an image, or the reason that it cannot be read."""
+def _image_kind(data: bytes) -> tuple[str, tuple[int, ...]]:
+    """Return (format, mode and rotation of an image, its width and height as stored)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images and odd tags
             with open_picture(data) as image:
                 tags = Image.Image.getexif(image)  # that of PNG would decode the pixels
-                rotated = tags.get(_ORIENTATION, 1) in range(2, 9)
-                return str(image.format), image.mode, image.width, image.height, rotated
-    except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-        return printable(str(error) or type(error).__name__)
-
-
-def _image_summary(headers: Sequence[Header | str]) -> ImageSummary:
-    good = [header for header in headers if not isinstance(header, str)]
-    bad = [reason for reason in headers if isinstance(reason, str)]
-    formats, modes, widths, heights, rotated = zip(*good, strict=True) if good else ((),) * 5
-    return ImageSummary(
-        looked_at=len(headers),
-        unreadable=len(bad),
-        reason=bad[0] if bad else "",
-        formats=dict(Counter(formats).most_common()),
-        modes=dict(Counter(modes).most_common()),
-        width=quantiles(widths, (0, 0.5, 1)) if good else (),
-        height=quantiles(heights, (0, 0.5, 1)) if good else (),
-        rotated=sum(rotated) / max(1, len(good)),
-    )
+                turned = ", rotated by EXIF" * (tags.get(_ORIENTATION, 1) in range(2, 9))
+                return f"{image.format} image, {image.mode}{turned}", image.size
+    except Exception:  # Pillow's plugins raise whatever their parsers meet
+        return "unreadable image", ()
 
 
 # --- labels ---------------------------------------------------------------------------------------

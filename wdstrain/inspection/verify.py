@@ -1,8 +1,8 @@
 """`wt.verify`: read every shard once and compare it with its index and with the other shards.
 
 Nothing is repaired, and nothing stops at the first finding. For each sample its key and some 50
-bytes are kept until the end. A key that occurs in two shards is a note, since many sets number anew
-in each shard; equal bytes with it are a finding.
+bytes are kept until the end. A key may occur in two shards, since many sets number anew in each
+shard; equal bytes with it are a finding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from wdstrain.conversion.listing import split_of
 from wdstrain.decode.boxes import boxes
 from wdstrain.decode.fields import mask
 from wdstrain.decode.labels import field_of
-from wdstrain.errors import UsageError
 from wdstrain.inspection.options import VerifyOptions
-from wdstrain.inspection.result import Result, Size, rows_of
+from wdstrain.inspection.result import Result, rows_of
 from wdstrain.inspection.scan import (
     ShardCheck,
     ShardScan,
@@ -37,7 +36,7 @@ from wdstrain.inspection.scan import (
 from wdstrain.inspection.values import parsed
 from wdstrain.loader.stats import Finding
 from wdstrain.report.printing import counted
-from wdstrain.runtime.options import takes
+from wdstrain.runtime.options import format_size, takes
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label
 from wdstrain.shards.formats import EXTENSIONS, is_image
 from wdstrain.shards.index import Index, join
@@ -46,6 +45,7 @@ from wdstrain.shards.offsets import Bools, Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.selection import group_codes
 from wdstrain.shards.tar import LINK
+from wdstrain.shards.where import column_named
 
 _NEARLY_ALL = 0.99  # share of the samples from which on a field counts as required
 _LARGEST = 1 << 30  # bytes of a field that is decoded or compared
@@ -73,7 +73,7 @@ class ShardsRead(Result):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values as text."""
-        own = {"bytes": Size(self.bytes), "findings": len(self.findings), "notes": ""}
+        own = {"bytes": format_size(self.bytes), "findings": len(self.findings), "notes": ""}
         return rows_of({**self.as_dict(), **own})
 
 
@@ -82,18 +82,12 @@ class Verification(ShardsRead):
     """Result of `wt.verify`: counts and findings.
 
     unindexed: shards without checksums, of which only the structure was checked. fields: samples
-    that have each field. columns: samples whose value in the index was compared, by column.
-    decoded: members by field, with `decode`; those of unknown types and of more than 1 GiB are not
-    decoded. ignored: members that belong to no sample, by reason. groups: number of groups that
-    were compared between splits, by column. notes: what could not be checked, and keys that two
-    shards share.
+    that have each field. groups: number of groups that were compared between splits, by column.
+    notes: what could not be checked.
     """
 
     unindexed: int = 0
     fields: dict[str, int] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
-    decoded: dict[str, int] = field(default_factory=dict)
-    ignored: dict[str, int] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
 
 
@@ -113,10 +107,9 @@ def verify(options: VerifyOptions) -> Verification:
         shards=len(shards),
         bytes=size,
         findings=[*findings, *chain.from_iterable(check.findings for check in checks)],
-        unindexed=sum(check.is_unindexed for check in checks),
-        columns=dict(sum((check.columns for check in checks), Counter[str]())),
-        decoded=dict(sum((check.decoded for check in checks), Counter[str]())),
-        ignored=dict(sum((check.ignored for check in checks), Counter[str]())),
+        unindexed=sum(
+            not (index.shards[0].sha256 or index.offsets.has_checksums) for index in shards.values()
+        ),
     )
     if result.unindexed:
         result.notes.append(
@@ -136,14 +129,12 @@ def verify(options: VerifyOptions) -> Verification:
 
 def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
     """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
-    check, labels, faults = ShardCheck([]), expected.labels, scan.faults
+    check, labels = ShardCheck([]), expected.labels
     columns = ColumnBuilder([column.place for column in expected.columns])
-    needed = {"cls", *(label.field for label in labels)}
 
     def wants(name: str, size: int) -> bool:
-        is_decoded = decode and size <= _LARGEST and _can_decode(name, labels)
-        check.decoded[name] += is_decoded
-        return is_decoded or (size <= _LARGEST and (name in EXTENSIONS or columns.reads(name)))
+        is_read = name in EXTENSIONS or columns.reads(name)
+        return size <= _LARGEST and (is_read or (decode and _can_decode(name, labels)))
 
     for key, members, values in scan.samples(wants):
         columns.add(values.items())
@@ -151,39 +142,30 @@ def _check(decode: bool, scan: ShardScan, expected: Index) -> ShardCheck:
         pictures = (data for name, data in values.items() if name in EXTENSIONS and data)
         images = tuple(sorted(map(hash, pictures)))
         check.hashes.extend((hash((key, images, *contents)), hash(images) if images else 0))
-        for name, offset, size, _ in members.values():
-            reason = ""
-            if not size and (name in needed or is_image(name)):
-                reason = "it has 0 bytes"
-            elif decode and name in values:
-                reason = _decode_error(name, values, labels)
+        for name in values if decode else ():
+            reason = _decode_error(name, values, labels)
             if reason:
-                faults.append(scan.finding(reason, key, name, offset))
-    check.found, check.ignored = scan.index(expected.shards[0]), scan.ignored
+                scan.faults.append(scan.finding(reason, key, name, members[name][1]))
+    check.found = scan.index(expected.shards[0])
     if links := scan.ignored[LINK]:
         reason = (
             f"holds {links} links or devices, whose data no sample has. Pack the files that they "
             "name: tar --hard-dereference"
         )
-        faults.insert(0, scan.finding(reason))
-    check.is_unindexed = not (expected.shards[0].sha256 or expected.offsets.has_checksums)
-    changes = _changes(scan, check, expected, columns.finish())
-    found = [*scan.damages, *faults, *changes]
+        scan.faults.insert(0, scan.finding(reason))
+    found = [*scan.damages, *scan.faults, *_changes(scan, check.found, expected, columns.finish())]
     check.findings = [*limited(found, len(found), "finding")]
     return check
 
 
 def _changes(
-    scan: ShardScan, check: ShardCheck, expected: Index, stored: Sequence[Column]
+    scan: ShardScan, found: Index, expected: Index, stored: Sequence[Column]
 ) -> Iterator[Finding]:
-    """Yield what differs between a shard and its index: samples, checksums, and columns.
-
-    check: receives the number of values that were compared.
-    """
+    """Yield what differs between a shard and its index: samples, checksums, and columns."""
     listed, lost = expected.shards[0], list[Finding]()
     if 0 < listed.bytes != scan.size:
         yield scan.finding(f"has {scan.size} bytes, its index says {listed.bytes}")
-    differing = check.found.offsets.differences(expected.offsets) if len(expected) else []
+    differing = found.offsets.differences(expected.offsets) if len(expected) else []
     if differing and not scan.damages:
         yield scan.finding(
             f"holds other samples than its index says ({', '.join(differing)}). Run: wdstrain "
@@ -191,28 +173,27 @@ def _changes(
         )
         return
     if listed.sha256 != scan.sha256 and expected.offsets.has_checksums:
-        _, lost = as_packed(scan, check.found, expected)
+        _, lost = as_packed(scan, expected)
     elif differing:
-        lost = missing(scan, check.found, expected)
+        lost = missing(scan, expected)
     if listed.sha256 not in ("", scan.sha256) and not (lost or scan.damages):
         note = ", though every field is as packed" if expected.offsets.has_checksums else ""
         yield scan.finding(f"has another sha256 than its index says{note}")
     yield from lost
     if len(expected) and not differing:
         changed = {(fault.key, fault.field) for fault in lost}
-        faults = _column_changes(scan, check, expected, stored)
+        faults = _column_changes(scan, expected, stored)
         yield from (fault for fault in faults if (fault.key, fault.field) not in changed)
 
 
 def _column_changes(
-    scan: ShardScan, check: ShardCheck, expected: Index, stored: Sequence[Column]
+    scan: ShardScan, expected: Index, stored: Sequence[Column]
 ) -> Iterator[Finding]:
     """Yield the values of columns that differ from those that were read from the shard."""
     for indexed, other in zip(expected.columns, stored, strict=True):
         if indexed.field not in expected.fields:
             continue  # its values do not come from the samples
         places = expected.offsets.extents[indexed.field][0]
-        check.columns[indexed.stored_as] += len(places) - places.null_count
         if indexed.kind == "text" and other.kind in ("integer", "number"):
             # Other shards hold texts. A number may have several spellings, such as 2 and 2.0.
             indexed = as_label(indexed, replace(indexed.info, kind="number"))
@@ -284,21 +265,13 @@ def _compare_samples(
     places = (f"{whole.shard_with(n).shown} at offset {whole.offsets.start[n]}" for n in earlier)
     reasons = (f"the same sample, byte for byte, is in {place}" for place in places)
     result.findings += _findings(whole, later, reasons)
-    keys = np.asarray(whole.offsets.rows.column(0).dictionary_encode().indices)
-    pairs = _pairs(keys, shards)
-    pairs = pairs[:, ~np.isin(pairs[1], later)]
-    if pairs.size:
-        one, other = (whole.shard_with(number).shown for number in pairs[:, 0])
-        known = f"{len(np.unique(keys[pairs[1]]))} keys are in several shards"
-        result.notes.append(f"{known}, such as {whole.key(pairs[1, 0])!r} in {one} and {other}")
     result.findings += _leaks(whole, images, np.setdiff1d(np.flatnonzero(images), later), "image")
 
 
 def _findings(index: Index, ids: Ints, reasons: Iterator[str]) -> Iterator[Finding]:
     """Return the findings of samples; of very many the first, and how many more there are."""
-    start = index.offsets.start
     found = (
-        Finding(index.shard_with(n).shown, index.key(n), "", int(start[n]), reason)
+        Finding(index.shard_with(n).shown, index.key(n), "", int(index.offsets.start[n]), reason)
         for n, reason in zip(ids.tolist(), reasons, strict=False)
     )
     return limited(found, len(ids), "sample")
@@ -355,15 +328,10 @@ def _leaks(index: Index, codes: Ints, ids: Ints, what: str) -> Iterator[Finding]
 
 def _check_groups(result: Verification, indexes: list[Index], group_by: str | None) -> None:
     """Find groups that are in two splits. group_by: a column; None: as the conversions recorded."""
-    recorded = [(index.info.get("split") or {}).get("group_by") for index in indexes]
-    for column in [group_by] if group_by else dict.fromkeys(filter(None, recorded)):
-        whole = join(indexes or [Index()])
-        try:
-            codes = group_codes(whole, column)
-        except UsageError as error:
-            if group_by:
-                raise
-            result.notes.append(f"groups of {column!r} cannot be compared between splits: {error}")
-            continue
+    whole = join(indexes or [Index()])
+    recorded = dict.fromkeys((i.info.get("split") or {}).get("group_by") or "" for i in indexes)
+    known = [name for name in recorded if column_named(whole, name) is not None]
+    for column in [group_by] if group_by else known:
+        codes = group_codes(whole, column)
         result.groups[column] = len(np.unique(codes))
         result.findings += _leaks(whole, codes, np.arange(len(whole)), f"group of {column!r}")

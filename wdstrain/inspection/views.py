@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from colorsys import hsv_to_rgb
@@ -19,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torchvision.utils import draw_bounding_boxes
 
 from wdstrain.decode.boxes import boxes
 from wdstrain.decode.codecs import decode_mask
@@ -37,8 +38,10 @@ Array = npt.NDArray[Any]
 _SIDE = 256  # pixels of the longer side of a thumbnail
 _MAX_TEXT = 300  # characters of a text that are kept
 _MIN_SIDE = 8  # pixels of the shorter side of an array that is shown as an image
-_TEXTS = ("txt", "text", "caption", "transcript")
-_WORDS = ("cls", "cls2", "class", "count", "index", "inx", "id", "source", "valid")
+_TEXTS = (
+    *("txt", "text", "caption", "transcript"),
+    *("cls", "cls2", "class", "count", "index", "inx", "id", "source", "valid"),
+)
 _OPACITY = 0.6  # of a mask over its image
 # The golden ratio sets the hues of class numbers that follow each other far apart. uint8[256, 3]
 _HUES = [hsv_to_rgb(n * 0.618 % 1, 1, 1) for n in range(256)]
@@ -47,26 +50,24 @@ COLORS: Pixels = np.rint(np.array(_HUES) * 255).astype(np.uint8)
 _CELL = 192  # pixels of a picture in the PNG
 _SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
-_MAX_LINES = 6  # of text of a sample
+_MAX_LINES = 3  # of each text of a sample
 _TINY = 48  # pixels of the longer side of a picture that is enlarged without smoothing
 _BACK, _CARD, _INK, _RED = "#f4f6f9", "#ffffff", "#1d2430", "#c8412b"
 
 
 @dataclass(eq=False)
 class SampleView:
-    """Visible parts of a sample: images, labels, texts.
+    """Visible parts of a sample: images, labels, texts of other fields.
 
-    shard, offset: where it is stored; "" and -1 if unknown. labels: values as text, by name.
+    shard, offset: where it is stored. labels: values as text, by name.
     pictures: thumbnails uint8[h, w, 3], by field. fields: what each field is, as text.
     error: why it cannot be shown; "" if it can.
     """
 
     key: str
-    shard: str = ""
-    offset: int = -1
-    split: str = ""
+    shard: str
+    offset: int
     labels: dict[str, str] = field(default_factory=dict)
-    text: str = ""
     pictures: dict[str, Pixels] = field(default_factory=dict, repr=False)
     fields: dict[str, str] = field(default_factory=dict)
     error: str = ""
@@ -78,20 +79,15 @@ class SampleView:
 
     @property
     def lines(self) -> list[str]:
-        """Labels, error, caption and other fields, a line of each. An only label has no name."""
+        """Labels, error and other fields, a line of each. An only label has no name."""
         named = [f"{name} {value}" for name, value in self.labels.items()]
         labels = named if len(named) > 1 else self.labels.values()
-        others = [f"{n}: {text}" for n, text in self.fields.items() if n not in self.pictures]
-        return [*map(printable, (", ".join(labels), self.error, self.text, ", ".join(others)))]
+        others = (f"{n}: {text}" for n, text in self.fields.items() if n not in self.pictures)
+        return [*map(printable, (", ".join(labels), self.error, *others))]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pixels as JSON-able values."""
         return {**vars(self), "pictures": list(self.pictures)}
-
-    def add_error(self, name: str, reason: object) -> None:
-        """Add an error of a field; of the sample if `name` is empty."""
-        text = ": ".join(filter(None, (name, str(reason) or type(reason).__name__)))
-        self.error = "; ".join(filter(None, (self.error, text)))
 
     def add(self, name: str, sample: Mapping[str, bytes], labels: Sequence[ColumnInfo]) -> None:
         """Add a field of a sample as it is stored in a shard.
@@ -112,23 +108,20 @@ class SampleView:
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
-            self.add_error(name, error)
+            reason = f"{name}: {str(error) or type(error).__name__}"
+            self.error = f"{self.error}; {reason}" if self.error else reason
 
     def _add_value(self, name: str, value: Any) -> None:
         """Add an image or an array, a text, or a document of JSON."""
         if isinstance(value, np.ndarray) and value.ndim:
             self.fields[name] = f"{value.dtype}{list(value.shape)}"
-            if value.dtype.kind in "biuf" and _is_image(value.shape):
-                self.pictures[name] = _thumbnail(_to_image(value))
+            if (pixels := _as_image(value)) is not None:
+                self.pictures[name] = _thumbnail(pixels)
         elif isinstance(value, np.ndarray):
             self.labels[name] = text_of(value.item())
-        elif not isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False)
-            self.fields[name] = _shortened(re.sub(r'"(\w+)":', r"\1:", text))
-        elif name.rpartition(".")[2] in _WORDS or self.text:
-            self.fields[name] = _shortened(value)
         else:
-            self.text = _shortened(value)  # the caption
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            self.fields[name] = _shortened(text.replace('"', ""))
 
     def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
@@ -147,12 +140,15 @@ class SampleView:
         name, pixels = next(iter(self.pictures.items()))
         field = boxes(label.field, size=pixels.shape[:2], classes=label.classes, min_share=0)
         own = field.read("", sample[label.field], None, np.zeros(0), field.picture_in(sample))
-        draw = ImageDraw.Draw(image := Image.fromarray(pixels))
-        for (*corner, x1, y1), number in zip(*(own[n].tolist() for n in own), strict=True):
-            color = tuple(COLORS[number % 256].tolist())
-            draw.rectangle((*corner, x1 - 1, y1 - 1), outline=color)
-            draw.text(corner, label.classes[number], color, _font(11))
-        self.pictures[name] = np.array(image)
+        corner, numbers = own["boxes"][:, :2], own["labels"].tolist()
+        last = np.maximum(own["boxes"][:, 2:] - 1, corner)  # pixels that the boxes hold
+        drawn = draw_bounding_boxes(
+            torch.from_numpy(pixels).permute(2, 0, 1),
+            torch.from_numpy(np.hstack([corner, last])),
+            [label.classes[number] for number in numbers],
+            [tuple(COLORS[number % 256].tolist()) for number in numbers],
+        )
+        self.pictures[name] = drawn.permute(1, 2, 0).numpy()
 
 
 def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
@@ -162,7 +158,7 @@ def is_mask(name: str, labels: Sequence[ColumnInfo] = ()) -> bool:
 
 def is_shown(name: str) -> bool:
     """Return whether the values of a field have a type that is shown."""
-    return is_image(name) or name.rpartition(".")[2] in (*_TEXTS, *_WORDS, "npy", "json")
+    return is_image(name) or name.rpartition(".")[2] in (*_TEXTS, "npy", "json")
 
 
 # --- values as texts ------------------------------------------------------------------------------
@@ -184,74 +180,66 @@ def _thumbnail(pixels: Pixels) -> Pixels:
     return np.array(image)
 
 
-def _is_image(shape: Sequence[int]) -> bool:
-    """Return whether an array [h, w], [h, w, 1 or 3] or [1 or 3, h, w] is shown as an image."""
-    sides = sorted(shape)
-    if len(sides) == 3 and (shape[0] in (1, 3) or shape[2] in (1, 3)):
-        sides = sides[1:]
-    return len(sides) == 2 and sides[0] >= _MIN_SIDE
+def _as_image(value: Array) -> Pixels | None:
+    """Return an array as an image uint8[h, w, 3]; None if it has another shape.
 
-
-def _to_image(value: Array) -> Pixels:
-    """Return an array that `_is_image` as one: uint8[h, w, 3].
-
-    uint8 stays as it is. Of other numbers, 0 to 1 is black to white if they all lie there, else
-    their extremes are.
+    Shapes are [h, w], [h, w, 1 or 3] and [1 or 3, h, w]. uint8 stays as it is. Of other numbers, 0
+    to 1 is black to white if they all lie there, else their extremes are.
     """
     if value.ndim == 3 and value.shape[2] not in (1, 3):
         value = np.moveaxis(value, 0, -1)
-    planes = value[:, :, None] if value.ndim == 2 else value
+    planes = np.atleast_3d(value)
+    is_picture = planes.dtype.kind in "biuf" and planes.shape[2:] in ((1,), (3,))
+    if not is_picture or min(planes.shape[:2]) < _MIN_SIDE:
+        return None
     if planes.dtype != np.uint8:
         planes = np.nan_to_num(planes.astype(np.float64), posinf=0, neginf=0)
         low, high = float(planes.min()), float(planes.max())
         limits = (0, 1) if low >= 0 and high <= 1 else (low, high)
         planes = np.rint(np.interp(planes, limits, (0, 255))).astype(np.uint8)
-    return np.ascontiguousarray(np.broadcast_to(planes, (*planes.shape[:2], 3)))
+    return np.broadcast_to(planes, (*planes.shape[:2], 3))
 
 
 # --- sheets ---------------------------------------------------------------------------------------
 
 
 def png_sheet(rows: Sequence[Sequence[SampleView]], title: str) -> bytes:
-    """Return a PNG with cells of one size in a grid. Each of `rows` begins on a new line."""
+    """Return a PNG with cells of one width in a grid. Each of `rows` begins on a new line."""
     panels = max([1, *(len(view.pictures) for row in rows for view in row)])
-    width = panels * (_CELL + _PADDING) + _PADDING
-    columns = max(1, min(max(map(len, rows), default=1), _SHEET // width))
-    lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
-    has_pictures = any(view.pictures for line in lines for view in line)
-    text = max([0, *(len(_texts(view, width)) for line in lines for view in line)])
-    height = has_pictures * (_CELL + _PADDING) + _LINE * text + 2 * _PADDING
-    head = _wrapped(title, max(480, columns * width), 14)
-    top = 20 * len(head) + 2 * _PADDING
-    sheet = Image.new("RGB", (max(480, columns * width), top + height * len(lines)), _BACK)
+    side = panels * (_CELL + _PADDING) + _PADDING
+    columns = max(1, min(max(map(len, rows), default=1), _SHEET // side))
+    lines = [
+        [_cell(view, side) for view in row[i : i + columns]]
+        for row in rows
+        for i in range(0, len(row), columns)
+    ]
+    width = max(480, columns * side)
+    head = _wrapped(title, width, 14)
+    heights = [max(cell.height for cell in line) for line in lines]
+    *tops, height = np.cumsum([20 * len(head) + 2 * _PADDING, *heights]).tolist()
+    sheet = Image.new("RGB", (width, height), _BACK)
     ImageDraw.Draw(sheet).text((_PADDING, _PADDING), "\n".join(head), _INK, _font(14))
-    for row, line in enumerate(lines):
-        for column, view in enumerate(line):
-            sheet.paste(_cell(view, width, height), (column * width, top + row * height))
+    for top, line in zip(tops, lines, strict=True):
+        for column, cell in enumerate(line):
+            sheet.paste(cell, (column * side, top))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
 
 
-def _texts(view: SampleView, width: int) -> list[str]:
-    """Return the lines of text of a sample: labels, caption and fields, and at last its key."""
-    key = _wrapped(view.key, width, 11)[:2]
-    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:4]]
-    return [*lines[: _MAX_LINES - len(key)], *key]
-
-
-def _cell(view: SampleView, width: int, height: int) -> Image.Image:
-    """Return the cell of a sample: its pictures and its texts. width, height: in pixels."""
-    cell = Image.new("RGB", (width, height), _CARD)
+def _cell(view: SampleView, width: int) -> Image.Image:
+    """Return the cell of a sample: its pictures, labels, error, captions, fields and key."""
+    lines = [line for text in view.lines for line in _wrapped(text, width, 11)[:_MAX_LINES]]
+    lines = [*lines[: 3 * _MAX_LINES], *_wrapped(view.key, width, 11)[:_MAX_LINES]]
+    top = _CELL + 2 * _PADDING if view.pictures else _PADDING
+    cell = Image.new("RGB", (width, top + _LINE * len(lines) + _PADDING), _CARD)
     for place, pixels in enumerate(view.pictures.values()):
         is_tiny = max(pixels.shape[:2]) <= _TINY  # its pixels stay crisp
         method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
         picture = ImageOps.pad(Image.fromarray(pixels), (_CELL, _CELL), method, _CARD)
         cell.paste(picture, (_PADDING + place * (_CELL + _PADDING), _PADDING))
-    top = _CELL + 2 * _PADDING if view.pictures else _PADDING
     color, frame = (_RED, _RED) if view.error else (_INK, _BACK)
-    text = "\n".join(_texts(view, width))
-    ImageDraw.Draw(cell).text((_PADDING, top), text, color, _font(11), spacing=2)
+    ImageDraw.Draw(cell).text((_PADDING, top), "\n".join(lines), color, _font(11), spacing=2)
     return ImageOps.expand(ImageOps.crop(cell, 2), 2, frame)
 
 

@@ -58,8 +58,8 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False) -> str:
                 circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
                 parts.append(f"{circle}<title>{escape(hint)}</title></circle>")
     head = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-size="11" fill="currentColor"'
-    names = pages.legend(dict(zip((line.name for line in series), COLORS, strict=False)))
-    return f"<svg {head}>{''.join(parts)}</svg>{names}"
+    colors = dict(zip((line.name for line in series), COLORS, strict=False))
+    return f"<svg {head}>{''.join(parts)}</svg>{pages.legend(colors)}"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -89,8 +89,10 @@ def _axes(
     """Yield grid lines and the labels of both axes. share: label the y axis in percent."""
     text = '<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>'.format
     for y, mark in zip(np.linspace(_BOTTOM, _TOP, len(y_marks)), y_marks, strict=True):
-        place = f'x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
-        yield f'<line class="grid" stroke="#8886" {place}/>'
+        yield (
+            f'<line class="grid" stroke="#8886" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" '
+            f'y2="{y:.1f}"/>'
+        )
         yield text(_LEFT - 6, y + 4, "end", _number(mark, share))
     for x, mark in zip(np.linspace(_LEFT, _RIGHT, len(x_marks)), x_marks, strict=True):
         yield text(x, _BOTTOM + 15, "middle", _number(mark, False))

@@ -74,11 +74,13 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
 
 def legend(colors: Mapping[str, str]) -> str:
     """Return names with their colors, also for a page without these styles."""
-    mark = '<i style="display:inline-block;width:10px;height:10px;margin-right:5px;background:{}">'
-    spans = (
-        f"<span>{mark.format(color)}</i>{escape(name)}</span>" for name, color in colors.items()
+    mark = "display:inline-block;width:10px;height:10px;margin-right:5px;background:"
+    return '<div class="legend">{}</div>'.format(
+        "".join(
+            f'<span><i style="{mark}{color}"></i>{escape(name)}</span>'
+            for name, color in colors.items()
+        )
     )
-    return f'<div class="legend">{"".join(spans)}</div>'
 
 
 def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
@@ -93,9 +95,11 @@ def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
     is_small = max(image.height, image.width // panels) <= 48
     buffer, kind = io.BytesIO(), "PNG" if is_small else "JPEG"
     image.save(buffer, kind, quality=85)
-    data = f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    size = f'width="{image.width}" height="{image.height}"'
-    return f'<img{" class=small" * is_small} {size} src="{data}" alt="">'
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return (
+        f'<img{" class=small" * is_small} width="{image.width}" height="{image.height}" '
+        f'src="data:image/{kind.lower()};base64,{data}" alt="">'
+    )
 
 
 _STYLE = """

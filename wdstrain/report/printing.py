@@ -21,5 +21,5 @@ def printable(text: str) -> str:
 
 def counted(count: int, name: str) -> str:
     """Return a number of things, such as "1 shard", "3 shards" or "2 classes"."""
-    ending = "es" if name.endswith(("s", "tch")) else "s"
-    return f"{count} {name}{ending * (count != 1)}"
+    several = f"{name}es" if name.endswith(("s", "tch")) else f"{name}s"
+    return f"{count} {name if count == 1 else several}"

@@ -62,16 +62,12 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._reported = now
         rate = (done - self._first) / max(1e-9, now - self._start)
         count = str(done) if total is None else f"{done}/{total}"
-        share = f"{done / max(1, total or 0):.0%}"
-        figures = [f"{count} {unit}", f"{rate:.0f}/s"] if unit else [share]
+        figures = [f"{count} {unit}", f"{rate:.0f}/s"] if unit else [f"{done / (total or 1):.0%}"]
         if total is not None:
             seconds = min(_MOST_SECONDS, (total - done) / max(1e-9, rate))
             figures.append(f"{timedelta(seconds=round(seconds))} left")
         line = f"{title}: {', '.join([*figures, *filter(None, [text])])}"
-        if self._replaces:
-            self._show(printable(line))
-        else:
-            print_message(line)
+        (self._show if self._replaces else print_message)(printable(line))
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
