@@ -11,7 +11,6 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from colorsys import hsv_to_rgb
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,7 +28,7 @@ from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
 from wdstrain.shards.declare import is_mask as is_mask_field
 from wdstrain.shards.formats import is_image
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import COLORS, ColumnInfo
 
 Pixels = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -40,10 +39,6 @@ _MIN_SIDE = 8  # pixels of the shorter side of an array that is shown as an imag
 _TEXTS = ("txt", "text", "caption", "transcript")
 _WORDS = ("cls", "cls2", "class", "count", "index", "inx", "id", "source", "valid")
 _OPACITY = 0.6  # of a mask over its image
-# The golden ratio sets the hues of class numbers that follow each other far apart. uint8[256, 3]
-_HUES = [hsv_to_rgb(n * 0.618 % 1, 1, 1) for n in range(256)]
-COLORS: Pixels = np.rint(np.array(_HUES) * 255).astype(np.uint8)
-
 _CELL = 192  # pixels of a picture in the PNG
 _SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
@@ -107,8 +102,8 @@ class SampleView:
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
-                numbers = decode_mask(data, mine[0].ignored if mine else None).astype(np.int64)
-                self._add_mask(name, numbers, mine[0].classes if mine else ())
+                label = mine[0] if mine else ColumnInfo(name, "mask", name)
+                self._add_mask(label, decode_mask(data, label.ignored).astype(np.int64))
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
@@ -130,16 +125,16 @@ class SampleView:
         else:
             self.text = _shortened(value)  # the caption
 
-    def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
+    def _add_mask(self, label: ColumnInfo, numbers: Array) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
-        found = np.unique(numbers).tolist()
+        name, classes, found = label.field, label.classes, np.unique(numbers).tolist()
         names = (classes[n] if 0 <= n < len(classes) else str(n) for n in found)
         self.labels[name] = _shortened(", ".join(names))
         black = np.zeros((*numbers.shape, 3), np.uint8)
         below = next(iter(self.pictures.values())) if self.pictures else _thumbnail(black)
         image = Image.fromarray(numbers.astype(np.uint8))
         small = np.array(image.resize(below.shape[1::-1], Image.Resampling.NEAREST))
-        mixed = _OPACITY * COLORS[small] + (1 - _OPACITY) * below
+        mixed = _OPACITY * label.colors[small] + (1 - _OPACITY) * below
         self.pictures[name] = np.where(small[:, :, None] == 0, below, mixed).astype(np.uint8)
 
     def _add_boxes(self, label: ColumnInfo, sample: Mapping[str, bytes]) -> None:
@@ -149,7 +144,7 @@ class SampleView:
         own = field.read("", sample[label.field], None, np.zeros(0), field.picture_in(sample))
         draw = ImageDraw.Draw(image := Image.fromarray(pixels))
         for (*corner, x1, y1), number in zip(*(own[n].tolist() for n in own), strict=True):
-            color = tuple(COLORS[number % 256].tolist())
+            color = tuple(COLORS[(number + 1) % 256].tolist())
             draw.rectangle((*corner, x1 - 1, y1 - 1), outline=color)
             draw.text(corner, label.classes[number], color, _font(11))
         self.pictures[name] = np.array(image)
