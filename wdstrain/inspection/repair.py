@@ -114,7 +114,7 @@ def _saved(expected: Index, check: ShardCheck, folder: str, result: Repair) -> I
 
     What is lost is added to the result.
     """
-    listed, intact = expected.shards[0], check.found
+    listed = expected.shards[0]
     target = os.path.join(folder, listed.name)
     written = write_samples(target, listed.split, _writable(check))
     if not len(written):

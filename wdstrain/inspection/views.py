@@ -10,7 +10,6 @@ import io
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from colorsys import hsv_to_rgb
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,7 +29,7 @@ from wdstrain.report.printing import printable
 from wdstrain.shards.declare import classes_in
 from wdstrain.shards.declare import is_mask as is_mask_field
 from wdstrain.shards.formats import is_image
-from wdstrain.shards.kinds import ColumnInfo
+from wdstrain.shards.kinds import COLORS, ColumnInfo
 
 Pixels = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -43,10 +42,6 @@ _TEXTS = (
     *("cls", "cls2", "class", "count", "index", "inx", "id", "source", "valid"),
 )
 _OPACITY = 0.6  # of a mask over its image
-# The golden ratio sets the hues of class numbers that follow each other far apart. uint8[256, 3]
-_HUES = [hsv_to_rgb(n * 0.618 % 1, 1, 1) for n in range(256)]
-COLORS: Pixels = np.rint(np.array(_HUES) * 255).astype(np.uint8)
-
 _CELL = 192  # pixels of a picture in the PNG
 _SHEET = 1280  # pixels of the width of a PNG
 _PADDING, _LINE = 8, 15
@@ -103,8 +98,8 @@ class SampleView:
                     names = classes_in(memoryview(data), label.entry, label.classes)
                     self.labels[label.name] = text_of(names)
             if is_mask(name, mine):
-                numbers = decode_mask(data, mine[0].ignored if mine else None).astype(np.int64)
-                self._add_mask(name, numbers, mine[0].classes if mine else ())
+                label = mine[0] if mine else ColumnInfo(name, "mask", name)
+                self._add_mask(label, decode_mask(data, label.ignored).astype(np.int64))
             elif not mine or is_image(name) or name.rpartition(".")[2] in ("npy", "json"):
                 self._add_value(name, parsed(name, data))
         except Exception as error:  # parsers raise anything; it is shown in the sample's place
@@ -120,19 +115,20 @@ class SampleView:
         elif isinstance(value, np.ndarray):
             self.labels[name] = text_of(value.item())
         else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            self.fields[name] = _shortened(text.replace('"', ""))
+            is_text = isinstance(value, str)
+            text = value if is_text else json.dumps(value, ensure_ascii=False).replace('"', "")
+            self.fields[name] = _shortened(text)
 
-    def _add_mask(self, name: str, numbers: Array, classes: Sequence[str]) -> None:
+    def _add_mask(self, label: ColumnInfo, numbers: Array) -> None:
         """Add class numbers in colors, over the first picture. numbers: integers [h, w]"""
-        found = np.unique(numbers).tolist()
+        name, classes, found = label.field, label.classes, np.unique(numbers).tolist()
         names = (classes[n] if 0 <= n < len(classes) else str(n) for n in found)
         self.labels[name] = _shortened(", ".join(names))
         black = np.zeros((*numbers.shape, 3), np.uint8)
         below = next(iter(self.pictures.values())) if self.pictures else _thumbnail(black)
         image = Image.fromarray(numbers.astype(np.uint8))
         small = np.array(image.resize(below.shape[1::-1], Image.Resampling.NEAREST))
-        mixed = _OPACITY * COLORS[small] + (1 - _OPACITY) * below
+        mixed = _OPACITY * label.colors[small] + (1 - _OPACITY) * below
         self.pictures[name] = np.where(small[:, :, None] == 0, below, mixed).astype(np.uint8)
 
     def _add_boxes(self, label: ColumnInfo, sample: Mapping[str, bytes]) -> None:
@@ -146,7 +142,7 @@ class SampleView:
             torch.from_numpy(pixels).permute(2, 0, 1),
             torch.from_numpy(np.hstack([corner, last])),
             [label.classes[number] for number in numbers],
-            [tuple(COLORS[number % 256].tolist()) for number in numbers],
+            [tuple(COLORS[(number + 1) % 256].tolist()) for number in numbers],
         )
         self.pictures[name] = drawn.permute(1, 2, 0).numpy()
 

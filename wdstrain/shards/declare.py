@@ -273,6 +273,9 @@ def with_field_label(
     a class, beside 255. Raises UsageError for classes that masks or boxes cannot have.
     """
     label = boxes_label(field, classes) if is_boxes(field) else mask_label(field, classes, ignored)
+    if label.kind == "mask" and len(index) and field in index.fields:
+        [(_, sample)] = index.read([0], {field})
+        label = replace(label, palette=palette_of(sample.get(field, b""), len(label.classes)))
     others = (other for other in index.labels if other.name != label.name)
     return replace(index, labels=(label, *others))
 
@@ -295,6 +298,18 @@ def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> Colum
         )
     name = field.rpartition(".")[0] or "mask"
     return ColumnInfo(name, "mask", field, None, tuple(classes), ignored=ignored)
+
+
+def palette_of(mask: bytes, count: int) -> tuple[str, ...]:
+    """Return the colors "#rrggbb" of the first numbers of a PNG.
+
+    Returns () without a palette, and for one that shows numbers as grays or several in one color.
+    """
+    start = mask.find(b"PLTE") + 4
+    colors = mask[start : start + 3 * count].hex() if start >= 4 else ""
+    palette = tuple(f"#{colors[at : at + 6]}" for at in range(0, len(colors), 6))
+    is_colored = any(color[1:3] != color[3:5] for color in palette)
+    return palette if is_colored and len(set(palette)) == count else ()
 
 
 def is_boxes(field: str) -> bool:

@@ -49,6 +49,11 @@ Place = tuple[str, str | None]  # (field, entry of its JSON document or image, o
 NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
 FLAG_CLASSES = ("False", "True")  # of a label of true and false
+_COLOR = re.compile("#[0-9a-f]{6}")
+# Neighboring numbers have different colors, those of Pascal VOC. uint8[256, 3]
+_BITS = np.arange(8)[:, None]
+_COLOR_BITS = np.arange(256)[:, None, None] >> (3 * _BITS + np.arange(3)) & 1
+COLORS: npt.NDArray[np.uint8] = (_COLOR_BITS << (7 - _BITS)).sum(1).astype(np.uint8)
 _SCALARS = (bool, int, float, str)
 LARGEST = float(np.finfo(np.float32).max)  # of a number in a batch
 
@@ -71,7 +76,8 @@ class ColumnInfo:
 
     field: of the samples. entry: of its JSON document, or None. classes: names in the order of their
     numbers. is_label: a training target. A label may lack a column, as a mask does. ignored: number
-    of the pixels of masks that have no class, beside 255. files: of a column whose values lie apart.
+    of the pixels of masks that have no class, beside 255. palette: of masks, a color "#rrggbb" for
+    each class; (): those of Pascal VOC. files: of a column whose values lie apart.
     """
 
     name: str
@@ -81,6 +87,7 @@ class ColumnInfo:
     classes: tuple[str, ...] = ()
     is_label: bool = True
     ignored: int | None = None
+    palette: tuple[str, ...] = ()
     files: tuple[ValueFile, ...] = ()
 
     @property
@@ -144,6 +151,14 @@ class ColumnInfo:
         return "" if self.ignored is None else f"; {self.ignored} is ignored"
 
     @property
+    def colors(self) -> npt.NDArray[np.uint8]:
+        """Colors of the numbers in a mask, uint8[256, 3]."""
+        colors: npt.NDArray[np.uint8] = COLORS.copy()
+        for number, color in enumerate(self.palette):
+            colors[number] = [*bytes.fromhex(color[1:])]
+        return colors
+
+    @property
     def numbering(self) -> str:
         """The first classes with their numbers, for error messages."""
         if not self.classes:
@@ -175,19 +190,26 @@ class ColumnInfo:
             "column": self.entry,
         }
         row |= {"ignored": self.ignored} if self.ignored is not None else {}
+        row |= {"palette": list(self.palette)} if self.palette else {}
         return {**row, "classes": list(self.classes)}
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> ColumnInfo:
         """Return the label in such a row. Raises LookupError or TypeError for another form."""
-        if set(row) - {"ignored"} != {"name", "kind", "field", "column", "classes"}:
+        if set(row) - {"ignored", "palette"} != {"name", "kind", "field", "column", "classes"}:
             raise ValueError(f"its label has the entries {', '.join(map(str, row))}")
         if not all(isinstance(name, str) for name in row["classes"]):
             raise ValueError("its classes must be strings")
         names, ignored = tuple(row["classes"]), row.get("ignored")
         if not isinstance(ignored, (int, type(None))):
             raise ValueError(f"its ignored number is {ignored!r:.40}")
-        return cls(row["name"], row["kind"], row["field"], row["column"], names, ignored=ignored)
+        palette = tuple(row.get("palette", ()))
+        if palette and (len(palette) != len(names) or not all(map(_COLOR.fullmatch, palette))):
+            raise ValueError(
+                f"its palette is {palette!r:.80}: must be a color #rrggbb for each class"
+            )
+        place = row["field"], row["column"]
+        return cls(row["name"], row["kind"], *place, names, ignored=ignored, palette=palette)
 
 
 def _no_value(value: Any) -> None:

@@ -55,12 +55,6 @@ _KEPT = 24  # worst samples
 _GROUP_ROWS = 4096  # rows of a row group of Parquet
 _NOT_FINITE = "the output of the model is not finite"
 
-# Colors of classes 0 to 254 and of pixels without a class, those of Pascal VOC: neighboring numbers
-# differ much. uint8[256, 3]
-_BITS = np.arange(8)[:, None]
-_COLOR_BITS = np.arange(256)[:, None, None] >> (3 * _BITS + np.arange(3)) & 1
-PALETTE: Pixels = (_COLOR_BITS << (7 - _BITS)).sum(1).astype(np.uint8)
-
 
 def sized(fields: Fields, setup: Setup) -> Fields:
     """Return the fields, for masks with one of the sizes of the pictures."""
@@ -236,7 +230,7 @@ class PredictionTable:
             name += f"-{len(self._masks)}"
         self._masks.add(name.lower())
         picture = Image.fromarray(numbers, "L")
-        picture.putpalette(PALETTE.tobytes())
+        picture.putpalette(self._task.heads[0].target.colors.tobytes())
         with put_whole(os.path.join(self._folder, f"{name}.png")) as file:
             picture.save(file, "PNG")
         return f"{os.path.basename(self._folder)}/{name}.png"
@@ -360,7 +354,8 @@ def _preview(
     ):
         (predicted,), (true,) = head.predicted(scores), head.true(targets[row : row + 1])
         if head.kind == "mask":
-            panels += [_colored(panels[0], mask) for mask in (predicted, true) if panels]
+            colors = head.target.colors
+            panels += [_colored(panels[0], colors[mask]) for mask in (predicted, true) if panels]
             continue
         is_name = isinstance(predicted, str)
         share = f" {float(head.probabilities(scores).max()):.0%}" if is_name else ""
@@ -370,7 +365,7 @@ def _preview(
     return Preview(loss, batch["__key__"][row], said, pixels)
 
 
-def _colored(image: Pixels, mask: Tensor) -> Pixels:
-    """Return a mask in colors over its picture, after a white line."""
-    colored = (image.astype(np.uint16) + PALETTE[mask.numpy()]) // 2
+def _colored(image: Pixels, colors: Pixels) -> Pixels:
+    """Return the colors of a mask over its picture, after a white line."""
+    colored = (image.astype(np.uint16) + colors) // 2
     return np.pad(colored, ((0, 0), (1, 0), (0, 0)), constant_values=255).astype(np.uint8)

@@ -316,11 +316,10 @@ def _gallery(samples: Sequence[Preview], task: Task) -> str:
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     style, words, names = "shown", "prediction (true label if different)", ""
     if task.is_dense:
-        from wdstrain.training.predict import PALETTE
-
         style, words = "shown wide", "image, prediction, true mask"
-        colors = (f"#{color.tobytes().hex()}" for color in PALETTE)
-        names = pages.legend(dict(zip(task.heads[0].classes[:_NAMED_COLORS], colors, strict=False)))
+        label = task.heads[0].target
+        colors = (f"#{color.tobytes().hex()}" for color in label.colors)
+        names = pages.legend(dict(zip(label.classes[:_NAMED_COLORS], colors, strict=False)))
     return f'<p class="soft">{words}</p>{names}<div class="{style}">{"".join(figures)}</div>'
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from wdstrain.conversion.labels import stated_classes
@@ -25,7 +27,7 @@ from wdstrain.conversion.listing import (
 from wdstrain.errors import SourceError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import refuse
-from wdstrain.shards.declare import mask_label
+from wdstrain.shards.declare import mask_label, palette_of
 from wdstrain.shards.formats import EXTENSIONS, JPEG
 from wdstrain.shards.kinds import ColumnInfo
 
@@ -85,7 +87,10 @@ def list_folder(
             f"{masks} holds {' and '.join(fields)}: a label lies in one field.",
             "Store all masks in one format.",
         )
-        labels.append(mask_label(fields[0], mask_classes, ignore))
+        label = mask_label(fields[0], mask_classes, ignore)
+        with suppress(OSError), open(items[0].parts[-1][1], "rb") as first:
+            label = replace(label, palette=palette_of(first.read(), len(label.classes)))
+        labels.append(label)
     about: dict[str, Any] = {"kind": "folder", "classes": len(numbers), **stated_classes(fixed)}
     about |= {} if masks is None else {"masks": True}
     about |= {"mask_classes": list(mask_classes), "ignore": ignore} if mask_classes else {}
