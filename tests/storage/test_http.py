@@ -21,7 +21,7 @@ import pytest
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import ROOT, write_class_folder, write_shards
+from tests.conftest import ROOT, write_class_folder
 from tests.support.foreign_tars import read_wds
 from tests.support.servers import (
     ALWAYS,
@@ -141,23 +141,6 @@ def test_a_page_or_nothing_instead_of_a_shard_is_an_error_that_says_so(
         wt.Loader("http://127.0.0.1:9/shards")
 
 
-def test_shards_without_an_index_are_scanned_once(tmp_path: Path, caplog: Any) -> None:
-    write_shards(tmp_path / "s", [7, 13, 4])
-    with serving(tmp_path / "s") as server:
-        urls = f"{server.url}/part-{{000..002}}.tar"
-        for _ in range(2):
-            with wt.Loader(urls, batch_size=1) as loader:
-                keys = sorted(key for batch in loader for key in batch["__key__"])
-            assert keys == [f"s{n:06d}" for n in range(24)]
-        assert caplog.text.count("scanned the headers of 24 samples") == 1
-        (tmp_path / "s" / "part-002.tar").unlink()  # the others are known still
-        server.requests.clear()
-        assert len(wt.Loader(f"{server.url}/part-000.tar", batch_size=1)) == 7
-        assert {path for path, _ in server.requests} == {"/index.json", "/part-000.tar"}
-        with pytest.raises(StorageError, match="404"):
-            wt.Loader(urls)
-
-
 # --- faults ---
 
 
@@ -275,24 +258,6 @@ def test_a_loader_waits_for_a_server_that_refuses_connections(
         assert epoch(f"http://127.0.0.1:{port}/{FIRST}") == epoch(packed / FIRST)
     begins = f"http://127.0.0.1:{port} does not answer (NewConnectionError: "
     assert lines_of(caplog)[0].startswith(begins)
-
-
-def test_a_silent_server_raises_after_the_network_timeout(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Several requests are in flight, and any of them may time out first."""
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
-    released = threading.Event()
-    words = r"byte \d+ did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NET"
-    with serving(packed) as server:
-        loader = wt.Loader(f"{server.url}/{FIRST}", batch_size=4)
-        server.faults += [stall(100, released), *[stall(0, released)] * 100]
-        with pytest.raises(StorageError, match=words):
-            list(loader)
-        released.set()
-    line = lines_of(caplog)[0]  # the other request may log it too
-    assert line.startswith(f"{server.url} does not answer (")
-    assert "for up to 2 s" in line
 
 
 def test_an_object_that_changes_during_a_read_raises(tmp_path: Path, packed: Path) -> None:
@@ -450,19 +415,16 @@ def nginx(packed: Path, tmp_path: Path) -> Iterator[str]:
     own = ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
     program = str(own) if own.exists() else shutil.which("nginx", path="/usr/sbin:/usr/bin")
     if program is None:
-        pytest.skip(
-            "nginx is not here: scripts/test.sh unpacks it where it can; else apt install it"
-        )
+        pytest.skip("no nginx: scripts/test.sh unpacks it where it can; else apt install it")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = tmp_path / "nginx.conf"
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     places = " ".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    config = tmp_path / "nginx.conf"
     config.write_text(
         f"{'user root;' if os.geteuid() == 0 else ''} daemon off; pid {tmp_path}/pid;\n"
-        f"error_log {tmp_path}/error.log; events {{}}\n"
-        f"http {{ access_log off; {places}\n"
+        f"error_log {tmp_path}/error.log; events {{}} http {{ access_log off; {places}\n"
         f"server {{ listen 127.0.0.1:{port}; root {packed}; }} }}\n"
     )
     command = [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)]
@@ -487,22 +449,14 @@ def test_shards_on_nginx_are_read_as_from_the_disk(packed: Path, nginx: str) -> 
         wt.Loader(f"{nginx}/none.tar")
 
 
-def test_training_through_a_cache_equals_the_disk_and_evaluate_asks_for_no_shard(
-    tmp_path: Path,
-) -> None:
+def test_train_and_evaluate_through_a_cache_ask_for_each_shard_once(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
     wt.convert_folder(tmp_path / "in", tmp_path / "s", split={"train": 0.7, "val": 0.3})
     cached = ["--cache-dir", str(tmp_path / "cache"), "--cache-limit", "1GB"]
-
-    def loss(name: str, address: str, *more: str) -> float:
-        words = ["train", address, "--out", str(tmp_path / name), "--epochs", "1", *more]
-        assert main([*words, "--image-size", "16", "--batch-size", "8"]) == 0
-        last = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
-        return float(json.loads(last)["loss"])
-
+    small = ["--epochs", "2", "--image-size", "16", "--batch-size", "8"]
     with serving(tmp_path / "s") as server:
-        assert loss("kept", server.url, *cached) == loss("near", str(tmp_path / "s"))
-        asked = len(tars(server))
-        best = str(tmp_path / "kept" / "checkpoints" / "best.pt")
+        assert main(["train", server.url, "--out", str(tmp_path / "run"), *small, *cached]) == 0
+        best = str(tmp_path / "run" / "checkpoints" / "best.pt")
         assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
-        assert len(tars(server)) == asked
+        sent = sum(size for path, size in server.sent if path.endswith(".tar"))
+    assert sent == sum(path.stat().st_size for path in (tmp_path / "s").glob("*.tar"))
