@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, files_of, picture, write_class_folder, write_shards
-from tests.support.children import ended
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion.staging import Staging
@@ -33,6 +31,8 @@ from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
+from wdstrain.training.config import read_lines
+from wdstrain.training.run_dir import STEPS, append_line, open_folder
 
 # --- the fault injection script ---
 
@@ -58,25 +58,6 @@ def survived(*words: str, times: int) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_a_fault_of_every_kind_is_survived(part: int) -> None:
     survived("--part", f"{part}/4", "--seed", str(DAY), times=1)
-
-
-@pytest.mark.slow
-def test_a_fault_that_is_not_survived_is_printed_with_the_command_to_repeat(tmp_path: Path) -> None:
-    """Without flushing, a power cut loses data of files that have their final name."""
-    broken = tmp_path / "wdstrain"
-    shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (broken / "storage" / "files.py").read_text()
-    flushing = "    sync(temporary)\n"
-    assert text.count(flushing) == 1
-    (broken / "storage" / "files.py").write_text(text.replace(flushing, ""))
-    run = [sys.executable, "-m", "tests.fault_injection.run", "power-cut checkpoint"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    options: dict[str, Any] = {"cwd": tmp_path, "env": environment}
-    done = subprocess.run([*run, "--times", "12"], capture_output=True, text=True, **options)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not all survived" in done.stdout
-    again = "again: python -m tests.fault_injection.run 'power-cut checkpoint writing'"
-    assert re.search(rf"{again} --seed 0 --only \d+", done.stdout)
 
 
 # --- conversions ---
@@ -149,37 +130,6 @@ def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_pat
         assert process.exitcode == 0
     wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
-
-
-@pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
-def test_a_conversion_that_waited_for_another_uses_its_shards(tmp_path: Path, how: str) -> None:
-    """It creates no staging directory in place of the removed one."""
-    out = str(tmp_path / "out")
-    wt.pack([{"txt": "one"}], out)
-    before = files_of(tmp_path / "out")
-    (tmp_path / "out" / ".unfinished").mkdir()
-    held = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
-
-    def ends() -> None:
-        os.unlink(tmp_path / "out" / ".unfinished" / "owner")
-        with suppress(OSError):  # the other conversion already made its lock
-            os.rmdir(tmp_path / "out" / ".unfinished")
-        os.close(held)
-
-    with ThreadPoolExecutor(1) as threads:
-        ended = threads.submit(ends)
-        if how == "neither":
-            with pytest.raises(UsageError, match="holds 3 files"):
-                Staging(out)
-        elif how == "resume":
-            with Staging(out, resume=True) as staging:
-                assert staging.is_complete
-        else:
-            with Staging(out, overwrite=True):
-                pass
-        ended.result()
-    assert files_of(tmp_path / "out") == before
 
 
 def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:
@@ -355,21 +305,15 @@ def test_a_killed_worker_is_not_reported_as_a_full_disk(
 
 def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
     """A power cut may leave such bytes at the end of an appended file."""
-    from wdstrain.training.config import read_lines
-    from wdstrain.training.run_dir import STEPS, append_line
-
-    path = str(tmp_path / STEPS)
-    append_line(path, {"step": 1})
-    with open(path, "ab") as file:
+    append_line(str(tmp_path / STEPS), {"step": 1})
+    with open(tmp_path / STEPS, "ab") as file:
         file.write(b"\xff\xfe\x00\x00\x80 noise")
-    assert read_lines(path) == [{"step": 1}]
+    assert read_lines(str(tmp_path / STEPS)) == [{"step": 1}]
 
 
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run_dir import open_folder
-
     with monkeypatch.context() as patch, ended_at("replace", ".*"), ExitStack() as stack:
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up
         open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=False)
@@ -423,32 +367,6 @@ def test_out_of_memory_is_an_error_with_advice(
     assert value is huge or isinstance(raised.value, SampleError)
 
 
-_LIMITED = """
-import resource, sys
-import wdstrain as wt
-
-class Limited:
-    names, example = ("cls",), None
-
-    def read(self, name, data, out, draws):
-        pages = int(open("/proc/self/statm").read().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY))
-        return bytes(1 << 30)
-
-loader = wt.Loader(sys.argv[1], {"label": Limited()}, batch_size=4, num_workers=2, multiprocessing_context="fork")
-try:
-    list(loader)
-except wt.SampleError as error:
-    print(error)
-"""
-
-
-def test_a_worker_without_memory_at_its_first_sample_reports_it(shards: Path) -> None:
-    """A thread that the worker starts at that moment never begins, and Python waits for it."""
-    done = ended(_LIMITED, shards)
-    assert ADVICE in done.out, done.err
-
-
 def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> None:
     """torch raises in a SIGCHLD handler; within a fork, Python would print and drop the error."""
 
@@ -478,17 +396,3 @@ def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> Non
     assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death.value)
     with pytest.raises(RuntimeError, match="of something else"), WorkerDeathsAsErrors():
         raise RuntimeError("of something else")
-
-
-def test_a_sigchld_handler_set_during_deferral_calls_the_previous_handler() -> None:
-    """torch sets its handler once, and it then always calls the handler it replaced."""
-    called: list[int] = []
-    former = signal.signal(signal.SIGCHLD, lambda number, _: called.append(number))
-    try:
-        with DeferSignals():
-            actual: Any = signal.getsignal(signal.SIGCHLD)
-            signal.signal(signal.SIGCHLD, lambda number, frame: actual(number, frame))
-        signal.raise_signal(signal.SIGCHLD)
-        assert called == [signal.SIGCHLD]
-    finally:
-        signal.signal(signal.SIGCHLD, former)

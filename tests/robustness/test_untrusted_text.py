@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,13 +26,8 @@ def hostile(tmp_path: Path) -> Path:
     write_tar(folder / f"a{ESCAPE.replace('/', '')}.tar", samples)
     wt.index(folder)
     index = json.loads((folder / "index.json").read_text())
-    label: dict[str, Any] = {
-        "name": f"kind{ESCAPE}",
-        "kind": "class",
-        "field": "cls",
-        "column": None,
-    }
-    label["classes"] = [f"c{ESCAPE}", f"d{ESCAPE}"]
+    label = {"name": f"kind{ESCAPE}", "kind": "class", "field": "cls", "column": None}
+    label |= {"classes": [f"c{ESCAPE}", f"d{ESCAPE}"]}
     index["wdstrain"]["labels"] = [label]
     index["shardlist"][0]["split"] = f"train{ESCAPE}"
     (folder / "index.json").write_text(json.dumps(index))
@@ -57,15 +51,10 @@ def hostile(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_verb_prints_an_escape(
-    hostile: Path,
-    words: list[str],
-    as_json: bool,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    hostile: Path, words: list[str], as_json: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(hostile.parent)
     with contextlib.suppress(SystemExit):
-        main([words[0], "set", *words[1:], *(["--json"] if as_json else [])])
+        main([words[0], str(hostile), *words[1:], *(["--json"] if as_json else [])])
     shown = capfd.readouterr()
     assert shown.out + shown.err
     assert "\x1b" not in shown.out + shown.err
