@@ -70,6 +70,9 @@ def test_labels_and_numbers_are_read_from_json_columns() -> None:
         value(wt.number("json.speed"), data)
     with pytest.raises(SampleError, match="'dog' is not a number"):
         value(wt.number("json.kind"), data)
+    for number in (b"1e39", b"-1e39"):
+        with pytest.raises(SampleError, match="more than a float32 holds"):
+            value(wt.number("x"), number)
 
 
 def test_a_crop_percentage_equals_resizing_and_cropping() -> None:
@@ -191,15 +194,16 @@ def test_gray_levels_of_deep_images_are_kept_or_their_loss_is_logged(
 
 
 @pytest.mark.parametrize(
-    ("field", "data_of"),
+    ("name", "data_of"),
     [
-        (wt.number("json.second"), lambda n: b'{"second": %d}' % (1_700_000_000 + n)),
-        (wt.number("second"), lambda n: b"%d" % (1_700_000_000 + n)),
-        (wt.number("number.npy"), lambda n: npy(np.int64(2**60 + n))),
+        ("json.second", lambda n: b'{"second": %d}' % (1_700_000_000 + n)),
+        ("second", lambda n: b"%d" % (1_700_000_000 + n)),
+        ("number.npy", lambda n: npy(np.int64(2**60 + n))),
     ],
 )
 def test_neighboring_numbers_stay_different_or_their_loss_is_logged(
-    field: Any, data_of: Callable[[int], bytes], caplog: pytest.LogCaptureFixture
+    name: str, data_of: Callable[[int], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
+    field = wt.number(name)
     values = {float(value(field, data_of(n))) for n in range(8)}
     assert len(values) == 8 or "have more digits than float32 holds" in caplog.text
