@@ -20,7 +20,6 @@ LABEL = wt.Label("boxes", "boxes", "boxes.json", classes=NAMES)
 
 
 def packed(folder: Path, scenes: list[Scene], kind: str = "PNG", turned: bool = False) -> Path:
-    """Pack scenes, with EXIF orientations 1 to 8 by turns."""
     field = {"PNG": "png", "JPEG": "jpg"}[kind]
     samples = [
         {
@@ -40,7 +39,6 @@ def drawn(count: int, seed: int = 0) -> list[Scene]:
 
 
 def rows_of(batch: dict[str, Any]) -> Iterator[tuple[Any, list[list[float]], list[int]]]:
-    """Yield (pixels [h, w, 3], boxes, class numbers) of each sample."""
     for image, target in zip(batch["image"], batch["boxes"].targets(), strict=True):
         pixels = image.permute(1, 2, 0).numpy()
         yield pixels, target["boxes"].tolist(), target["labels"].tolist()
@@ -165,23 +163,6 @@ def test_classes_are_read_by_name_or_number_and_can_be_numbered_anew(tmp_path: P
     assert labels(classes=("blue", "green", "red")) == [0, 2, 1]
     with pytest.raises(wt.SampleError, match="'red' is none of the 2 classes"):
         labels(classes=("blue", "green"))
-
-
-def test_sets_that_number_their_classes_differently_are_joined_once_they_declare_the_same(
-    tmp_path: Path,
-) -> None:
-    for name, classes in (("a", NAMES), ("b", NAMES[::-1])):
-        own = scene(np.random.default_rng(1), 60, 120)
-        sample = {"__key__": name, "png": own.file("PNG"), "boxes.json": json.loads(own.member)}
-        label = wt.Label("boxes", "boxes", "boxes.json", classes=classes)
-        wt.pack([sample], tmp_path / name, labels=[label])
-    sets = [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(wt.UsageError, match=r"differs between these sets.*wdstrain index SET"):
-        wt.Loader(sets, {"boxes": wt.boxes()}, batch_size=2)
-    for one in sets:
-        wt.index(one, label="boxes.json", classes=NAMES)
-    with wt.Loader(sets, {"boxes": wt.boxes()}, batch_size=2) as loader:
-        assert next(iter(loader))["boxes"].labels.tolist() == [0, 1, 2] * 2
 
 
 BAD: list[tuple[Any, str]] = [

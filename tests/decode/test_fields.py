@@ -25,7 +25,6 @@ NO_DRAWS = np.zeros(DRAWS)
 
 
 def value(field: Any, data: bytes) -> Any:
-    """Return the value that a field decodes."""
     out = np.zeros(field.example.shape, field.example.dtype) if field.example else None
     returned = field.read(field.names[0], memoryview(data), out, NO_DRAWS)
     return out if out is not None else returned
@@ -151,7 +150,6 @@ def test_bytes_behind_the_end_of_a_jpeg_are_ignored(mode: str, tail: str) -> Non
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_truncated_jpeg_that_is_padded_with_zeros_is_an_error(mode: str) -> None:
-    """libjpeg fills the missing part with gray."""
     data = encoded(Image.open(io.BytesIO(picture(7))).convert(mode), "JPEG")
     with pytest.raises(SampleError, match="no end marker"):
         decode_image(data[:-30] + bytes(1000))
@@ -168,7 +166,6 @@ def test_a_truncated_jpeg_that_is_padded_with_zeros_is_an_error(mode: str) -> No
     ],
 )
 def test_a_gzipped_field_is_read_or_named_gzip(field: Any, data: bytes, tmp_path: Path) -> None:
-    """webdataset writes and decodes fields such as json.gz."""
     write_tar(tmp_path / "a.tar", [("k", {field.names[0]: gzip.compress(data)})])
     loader = wt.Loader(tmp_path / "a.tar", {"x": field}, batch_size=1)
     outcome = result_or_refusal(lambda: next(iter(loader))["x"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,6 @@ class Batch:
         return self.field.read_rows(number, address, self.size[number], self.out, self.draws)
 
     def alone(self, row: int) -> Pixels:
-        """Return the pixels of a row as the field decodes it alone."""
         out = np.zeros(self.out.shape[1:], np.uint8)
         self.field.read("jpg", memoryview(self.images[row]), out, self.draws[row])
         return out
@@ -139,7 +137,6 @@ def test_a_region_with_the_final_size_only_with_its_border_is_resized(trailing: 
 
 
 def without_segment(image: bytes, marker: int) -> bytes:
-    """Return a JPEG without its segments of this marker."""
     kept, position = bytearray(image[:2]), 2
     while image[position + 1] != 0xDA:
         size = 2 + int.from_bytes(image[position + 2 : position + 4], "big")
@@ -169,18 +166,6 @@ def test_an_image_never_gets_the_tables_of_another(augment: str) -> None:
         batch.alone(40)
 
 
-@pytest.mark.parametrize("augment", ["none", "rrc+flip"])
-def test_a_subsampling_that_simplejpeg_does_not_know_is_decoded(augment: str) -> None:
-    turbojpeg = pytest.importorskip("turbojpeg")
-    pixels = noise(129, 77)
-    image = bytes(turbojpeg.compress(pixels, 85, turbojpeg.SAMP.Y441, pixelformat=turbojpeg.PF.RGB))
-    batch = Batch([image, jpeg(129, 77)], wt.image(size=(77, 129), augment=augment))
-    assert batch.decode() == {0, 1}
-    batch.check(0)
-    full = np.asarray(Image.open(io.BytesIO(image)))
-    assert np.array_equal(decode_image(image), full)
-
-
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_other_images_than_plain_jpegs_are_left_out_of_the_batch(kind: str, augment: str) -> None:
@@ -192,7 +177,6 @@ def test_other_images_than_plain_jpegs_are_left_out_of_the_batch(kind: str, augm
 
 
 def test_a_batch_may_be_larger_than_the_scratch_memory() -> None:
-    """An image that does not fit into the scratch memory alone is skipped."""
     sides = ((400, 400), (900, 800), (400, 380), (390, 400), (80, 60))
     batch = Batch([jpeg(*side) for side in sides], wt.image(size=100))
     assert batch.decode() == {0, 2, 3, 4}

@@ -15,7 +15,6 @@ NAMES = ["cat", "dog", "emu"]
 
 
 def samples(values: list[Any], *, field: str) -> list[dict[str, Any]]:
-    """Return samples whose cls, or entry `kind` of their json, holds these values."""
     samples_ = []
     for n, value in enumerate(values):
         sample: dict[str, Any] = {"__key__": f"k{n:03d}", "bin": b"x" * (n % 7)}
@@ -112,7 +111,6 @@ def test_columns_and_bytes_of_labels_are_equal(tmp_path: Path, place: str, kind:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"where": "label == 1"}, {"balance": "label"}])
 def test_columns_need_no_shard(options: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
-    """A class and a number of the index are delivered though the shards are gone."""
     rows = ({"__key__": f"k{n}", "cls": n % 2, "json": {"angle": n / 2}} for n in range(8))
     index = wt.pack(rows, tmp_path / "out", shuffle=False)
     fields = {"label": wt.label("cls"), "angle": wt.number("angle")}
@@ -128,7 +126,6 @@ def test_columns_need_no_shard(options: dict[str, Any], num_workers: int, tmp_pa
 
 @pytest.mark.parametrize("has_columns", [True, False])
 def test_a_name_is_a_column_of_the_index_or_else_a_field(tmp_path: Path, has_columns: bool) -> None:
-    """Nobody needs to know that a table's columns lie in `json`, or that a label lies in `cls`."""
     rows = [
         {"__key__": f"k{n}", "cls": n % 2, "Note.txt": f"note {n}"}
         | {"json": {"Kind": NAMES[n % 3], "angle": n / 2, "caption": f"a {n}", "Tags": ["emu"][n:]}}

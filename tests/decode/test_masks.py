@@ -34,7 +34,6 @@ def png(pixels: npt.NDArray[Any], mode: str | None = None, kind: str = "PNG") ->
 
 
 def blocks(rng: np.random.Generator, height: int, width: int) -> npt.NDArray[np.uint8]:
-    """A mask of blocks of 16 pixels of one class each."""
     shape = (-(-height // 16), -(-width // 16))
     return np.kron(rng.integers(0, 4, shape), np.ones((16, 16)))[:height, :width].astype(np.uint8)
 
@@ -129,7 +128,6 @@ def _tiff(bits: int, photometric: int, numbers: npt.NDArray[Any]) -> bytes:
 
 
 def _numbers(classes: int) -> npt.NDArray[np.int64]:
-    """Class numbers 0 to classes - 1, int64[3, 8]."""
     return np.arange(24).reshape(3, 8)[:, ::-1] * (classes - 1) // 23
 
 

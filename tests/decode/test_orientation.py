@@ -52,7 +52,6 @@ def in_exif(data: bytes) -> bytes:
 
 
 def exif(number: int, order: str = "<", kind: int = SHORT, **words: Any) -> bytes:
-    """Return an EXIF segment as cameras write it: the orientation among other entries."""
     camera = entry(271, ASCII, 6, struct.pack(order + "I", 120), order)
     resolution = entry(282, RATIONAL, 1, struct.pack(order + "I", 130), order)
     entries = [camera, entry(274, kind, 1, value_of(kind, number, order), order), resolution]
@@ -64,7 +63,6 @@ def xmp(text: str) -> bytes:
 
 
 def places(picture: bytes) -> list[int]:
-    """Return the offsets of the segments of a JPEG."""
     at, starts = 2, [2]
     while picture[at + 1] != 0xDA:
         at += 2 + int.from_bytes(picture[at + 2 : at + 4], "big")
@@ -88,14 +86,12 @@ def packed(pictures: list[bytes], folder: Path, field: str = "jpg") -> Path:
 
 
 def delivered(folder: Path, num_workers: int = 0, **options: Any) -> list[Pixels]:
-    """Return the delivered images, uint8[height, width, 3] each, in the order of the shard."""
     how: dict[str, Any] = {"batch_size": 16, "shuffle": False, "tail": "keep"}
     with wt.Loader(folder, {"x": wt.image(**options)}, num_workers=num_workers, **how) as loader:
         return [image.permute(1, 2, 0).numpy() for batch in loader for image in batch["x"]]
 
 
 def check(pictures: list[bytes], folder: Path, names: list[Any]) -> None:
-    """Compare square images with Pillow, decoded one by one and as rows of a batch."""
     expected = list(map(by_pillow, pictures))
     packed(pictures, folder)
     for options in ({}, {"size": SIDE}):

@@ -18,7 +18,6 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
 
 
 def body(number: int) -> bytes:
-    """Return bytes that encode the number of their sample; lengths differ by a few bytes."""
     return (b"%06d" % number) * (500 + number % 7)
 
 
@@ -184,7 +183,6 @@ class OwnArray(type(wt.array("x.npy"))):  # type: ignore[misc]
 
 
 def test_an_array_field_of_a_user_decodes_its_own_arrays(tmp_path: Path) -> None:
-    """Its arrays are large enough for direct reads into batch memory."""
     rows = ({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8))
     wt.pack(rows, tmp_path / "set")
     plain = wt.array("x.npy", shape=(64, 64), dtype="float32")
@@ -211,7 +209,6 @@ KINDS = [
 def test_arrays_are_delivered_as_tensors_of_their_values(
     tmp_path: Path, value: Any, among: int, num_workers: int
 ) -> None:
-    """In a batch of their own, and among arrays of another shape."""
     arrays = [np.arange(4) if n % among else value for n in range(4)]
     rows = [{"__key__": f"k{n}", "x.npy": npy(array)} for n, array in enumerate(arrays)]
     wt.pack(rows, tmp_path / "set", shuffle=False)

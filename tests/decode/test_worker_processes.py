@@ -87,7 +87,6 @@ def context(request: pytest.FixtureRequest) -> Any:
 
 
 def answer(questions: Any, answers: Any, memory: Any) -> None:
-    """Return each message with its number, until None."""
     while (item := questions.get(timeout=60)) is not None:
         answers.put(memory.write(item[0], [item[0], read(memory, item)]))
 

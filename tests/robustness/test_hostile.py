@@ -1,6 +1,4 @@
-"""Shards are data, never code: no value is executed or unpickled, no name escapes its folder or
-page.
-"""
+"""Shards are data, never code: nothing is executed, and no name escapes its folder or page."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from isal import isal_zlib
 
 import wdstrain as wt
@@ -45,7 +42,6 @@ class Trap:
 
 
 def run(*words: str | Path) -> None:
-    """Run a command of the package, which must end without a traceback."""
     with contextlib.suppress(SystemExit):
         main(list(map(str, words)))
 
@@ -64,14 +60,19 @@ def every_verb(folder: Path, out: Path) -> None:
     run("index", folder)
 
 
-def labelled(folder: Path, classes: list[str], info: dict[str, Any] | None = None) -> Path:
-    """Write shards with an index that declares two classes."""
+def labelled(
+    folder: Path,
+    classes: list[str],
+    info: dict[str, Any] | None = None,
+    name: str = "kind",
+    split: str = "",
+) -> Path:
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
-    document["wdstrain"]["labels"] = [
-        {"name": "kind", "kind": "class", "field": "cls", "column": None, "classes": classes}
-    ]
+    label = {"name": name, "kind": "class", "field": "cls", "column": None, "classes": classes}
+    document["wdstrain"]["labels"] = [label]
     document["wdstrain"]["info"] |= info or {}
+    document["shardlist"][0]["split"] = split
     (folder / "index.json").write_text(json.dumps(document))
     return folder
 
@@ -117,8 +118,6 @@ def test_no_verb_unpickles_data(tmp_path: Path) -> None:
 def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"epochs: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n")
-    with pytest.raises(yaml.YAMLError):
-        yaml.safe_load(config.read_text())
     words = ["train", str(tmp_path), "--out", str(tmp_path / "run"), "--config", str(config)]
     assert main(words) == 2
     assert not (tmp_path / "ran").exists()
@@ -213,19 +212,6 @@ def test_keys_never_leave_their_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path for path in new if not path.startswith(inside)] == []
 
 
-def test_an_index_never_names_files_outside_its_folder(tmp_path: Path) -> None:
-    write_shards(tmp_path / "secret", [4])
-    folder = write_shards(tmp_path / "set", [4])
-    wt.index(folder)
-    document = json.loads((folder / "index.json").read_text())
-    secret = str(tmp_path / "secret" / "part-000.tar")
-    for name in ("../secret/part-000.tar", secret, "..", "", "secret/part-000.tar"):
-        document["shardlist"][0]["url"] = name
-        (folder / "index.json").write_text(json.dumps(document))
-        with pytest.raises(WdstrainError, match="index.json is not an index of this package"):
-            wt.Loader(folder)
-
-
 class Page(HTMLParser):
     """HTML page as a browser parses it: tags with their attributes."""
 
@@ -297,7 +283,6 @@ def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None
 
 
 def npy_of(head: str) -> bytes:
-    """Return a .npy file with this header, and 12 bytes."""
     raw = head.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw + bytes(12)
 
@@ -307,16 +292,15 @@ def head_of(shape: str, descr: str = "'<f4'") -> str:
 
 
 HOSTILE: dict[str, tuple[str, bytes]] = {
-    "shape of texts": ("npy", npy_of(head_of("('a', 'b')"))),
-    "shape below 0": ("npy", npy_of(head_of("(-1, 4)"))),
-    "shape that is not closed": ("npy", npy_of(head_of("(3").removesuffix(", }"))),
-    "braces": ("npy", npy_of("{" * 200)),
-    "a list as a key": ("npy", npy_of("{[]:1}")),
-    "minus signs": ("npy", npy_of("-" * 9000)),
-    "a deep dtype": ("npy", npy_of(head_of("(3,)", "[" * 150 + "'<f4'" + "]" * 150))),
-    "objects": ("npy", npy_of(head_of("(3,)", "'|O'"))),
-    "a head of 2 GB": ("npy", b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + b"{" * 100),
-    "a zip": ("npy", b"PK\3\4" + bytes(100)),
+    "shape of texts": ("x.npy", npy_of(head_of("('a', 'b')"))),
+    "shape below 0": ("x.npy", npy_of(head_of("(-1, 4)"))),
+    "shape that is not closed": ("x.npy", npy_of(head_of("(3").removesuffix(", }"))),
+    "braces": ("x.npy", npy_of("{" * 200)),
+    "a list as a key": ("x.npy", npy_of("{[]:1}")),
+    "minus signs": ("x.npy", npy_of("-" * 9000)),
+    "a deep dtype": ("x.npy", npy_of(head_of("(3,)", "[" * 150 + "'<f4'" + "]" * 150))),
+    "objects": ("x.npy", npy_of(head_of("(3,)", "'|O'"))),
+    "a head of 2 GB": ("x.npy", b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + b"{" * 100),
     "deep JSON": ("json", b"[" * 100_000),
     "JSON with a long number": ("json", b"1" * 5000),
 }
@@ -325,11 +309,9 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, capsys: Any) -> None:
     field, data = HOSTILE[name]
-    field = f"x.{field}" if field == "npy" else field
     sample = {field: data, "png": picture(1), "cls": b"1"}
     write_tar(tmp_path / "s" / "t.tar", [(f"k{i}", sample) for i in range(3)])
-    sheet = ["show", "-o", tmp_path / "sheet.png"]
-    for words in (["info", "--exact"], ["info", "--json"], ["show"], sheet, ["verify", "--decode"]):
+    for words in (["info", "--exact"], ["info", "--json"], ["show"], ["verify", "--decode"]):
         run(words[0], tmp_path / "s", *words[1:])
     shown = capsys.readouterr()
     assert "k0" in shown.out
@@ -339,7 +321,6 @@ def test_hostile_headers_and_json_are_clean_errors(name: str, tmp_path: Path, ca
         loader = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy")}, batch_size=1)
         with pytest.raises(SampleError, match="'k[0-2]', field 'x.npy'"):
             next(iter(loader))
-    if field == "x.npy" and data[:2] != b"PK":  # numpy does not close a damaged archive
         (tmp_path / "x.npy").write_bytes(data)
         with pytest.raises(WdstrainError, match="x.npy"):
             wt.convert_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "out"))
@@ -364,10 +345,6 @@ for words in json.loads(sys.argv[1]):
 
 
 def run_locked(commands: list[list[Any]], modes: dict[Path, int]) -> tuple[list[str], str]:
-    """Return the exit statuses and the output of commands, as a user who is not root.
-
-    modes: of files and folders meanwhile.
-    """
     words = json.dumps([[str(word) for word in command] for command in commands])
     program = [*without_root_privileges(), sys.executable, "-c", COMMANDS, words]
     for path, mode in modes.items():
@@ -430,3 +407,59 @@ def test_a_named_pipe_in_place_of_an_index_is_refused_without_waiting(
     os.mkfifo(tmp_path / "set" / name)
     status = main([verb, str(tmp_path / "set")])
     assert status == (0 if (verb, name) == ("index", "index.arrow") else 1)
+
+
+# --- escapes of terminals ---
+
+ESCAPE = "\x1b]0;owned\x07\x1b[31m"
+
+
+@pytest.fixture
+def red(tmp_path: Path) -> Path:
+    """Shards and an index in which every name would turn a terminal red."""
+    folder = tmp_path / "set"
+    samples = [
+        (f"k{i}{ESCAPE}", {"png": picture(i) if i else b"none", "cls": b"9" if i == 1 else b"0"})
+        for i in range(12)
+    ]
+    write_tar(folder / f"a{ESCAPE.replace('/', '')}.tar", samples)
+    labelled(folder, [f"c{ESCAPE}", f"d{ESCAPE}"], name=f"kind{ESCAPE}", split=f"train{ESCAPE}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["info"],
+        ["info", "--exact"],
+        ["verify", "--decode"],
+        ["show", "-n", "12"],
+        ["show", "--class", "nothing"],
+        ["plan", "--batch-size", "4"],
+        ["plan", "--batch-size", "4", "--label", "nothing"],
+        ["index"],
+        ["bench", "--batch-size", "4", "--image-size", "8", "--seconds", "0.05"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_verb_prints_an_escape(
+    red: Path, words: list[str], as_json: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        main([words[0], str(red), *words[1:], *(["--json"] if as_json else [])])
+    shown = capfd.readouterr()
+    assert shown.out + shown.err
+    assert "\x1b" not in shown.out + shown.err
+    assert "\x07" not in shown.out + shown.err
+
+
+def test_repair_prints_no_escape(
+    red: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (shard,) = red.glob("*.tar")
+    shard.write_bytes(shard.read_bytes()[:9000])
+    assert main(["repair", str(red), "-o", str(tmp_path / "whole")]) == 1
+    shown = capfd.readouterr()
+    assert "lost" in shown.out + shown.err
+    assert "\x1b" not in shown.out + shown.err

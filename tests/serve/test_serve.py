@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-import wdstrain as wt
 from wdstrain.cli import main
 from wdstrain.errors import StorageError
 from wdstrain.serve import Server
@@ -34,7 +33,6 @@ Answer = tuple[int, http.client.HTTPMessage, bytes]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all kinds of entries, and a secret beside it."""
     root = tmp_path_factory.mktemp("serving")
     shards = root / "shards"
     for place in (
@@ -88,7 +86,6 @@ def ask(
 
 
 def raw(server: Server, target: bytes) -> tuple[int, bytes]:
-    """Return status and complete response for a target of any bytes."""
     with socket.create_connection(address(server), timeout=20) as plugged:
         plugged.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         response = rest_of(plugged)
@@ -101,7 +98,6 @@ def address(server: Server) -> tuple[str, int]:
 
 
 def rest_of(plugged: socket.socket) -> bytes:
-    """Return all bytes until the server closes the connection."""
     received = bytearray()
     while chunk := plugged.recv(MB):
         received += chunk
@@ -140,15 +136,6 @@ def test_unsupported_ranges_get_the_complete_file_and_ranges_beyond_the_end_its_
     assert ask(server, "/empty.tar", Range="bytes=0-")[0] == 416
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"):
         assert ask(server, "/a.tar", method)[0] == 501
-
-
-def test_ranges_beyond_four_gigabytes_are_served(tmp_path: Path) -> None:
-    with open(tmp_path / "far.tar", "wb") as file:
-        file.truncate((5 << 30) - 3)
-        file.seek(5 << 30)
-        file.write(b"end")
-    with Server(tmp_path) as server:
-        assert ask(server, "/far.tar", Range=f"bytes={5 << 30}-")[2] == b"end"
 
 
 def test_head_has_the_headers_of_get_and_no_file_has_the_content_type_of_html(
@@ -285,20 +272,6 @@ def test_close_does_not_wait_for_idle_or_stalled_clients(tmp_path: Path) -> None
 
 
 # --- with the loader ---
-
-
-def test_a_loader_reads_from_the_server_as_from_the_disk(tmp_path: Path) -> None:
-    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n)} for n in range(300))
-    wt.pack(rows, tmp_path / "shards", max_shard_samples=100)
-
-    def epoch(urls: Any) -> list[Any]:
-        with wt.Loader(urls, batch_size=16, shuffle_buffer=100) as loader:
-            return [(batch["__key__"], batch["bin"]) for batch in loader.epoch(1)]
-
-    with Server(tmp_path) as server:
-        for address in ("shards", "shards/", "shards/train-{000000..000002}.tar"):
-            assert epoch(server.url + address) == epoch(tmp_path / "shards")
-        assert main(["verify", f"{server.url}shards"]) == 0
 
 
 # --- the command ---

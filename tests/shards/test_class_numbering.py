@@ -24,7 +24,6 @@ WILD: Labeled = [(f"w{i}", ("wolf", "dog", "fox")[i % 3]) for i in range(9)]
 
 
 def packed(folder: Path, samples: Labeled, classes: Sequence[str], **options: Any) -> Path:
-    """Write shards of samples whose `cls` is a number of these classes."""
     rows = ({"__key__": key, "txt": key, "cls": classes.index(name)} for key, name in samples)
     wt.pack(rows, str(folder), classes=list(classes), shuffle=False, **options)
     return folder
@@ -37,7 +36,6 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def delivered(loader: wt.Loader, classes: Sequence[str]) -> dict[str, str]:
-    """Return the class name that each sample is delivered with."""
     with closing(loader):
         return {
             key: classes[number]
@@ -201,7 +199,6 @@ SMALL: dict[str, Any] = {"image_size": 8, "batch_size": 8}
 
 
 def pictures(folder: Path, names: Sequence[str], classes: Sequence[str]) -> Path:
-    """Write flat colors, one for each class."""
     rows = (
         {"__key__": f"{classes[0]}{i}", "png": np.full((8, 8, 3), COLORS[name], np.uint8)}
         | {"cls": classes.index(name)}

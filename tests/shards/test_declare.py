@@ -17,7 +17,6 @@ KINDS = ["Shirts", "Other", "Pants"]
 
 
 def write(folder: Path, samples: list[dict[str, bytes]]) -> Path:
-    """Write tars of ten samples without an index."""
     for first in range(0, len(samples), 10):
         members = [
             (f"k{number:03d}.{field}", data)
@@ -49,7 +48,6 @@ TRAIN = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device"
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Return the output of a verb that exits with 2."""
     capsys.readouterr()
     assert main(list(map(str, words))) == 2
     error = capsys.readouterr().err
@@ -99,7 +97,6 @@ def labels(index: wt.Index, field: Any) -> list[int]:
 
 
 def test_training_names_labels_of_bare_shards(shards: Path, tmp_path: Path, capsys: Any) -> None:
-    """The label is named on the command line; no file is written beside the shards."""
     val = write(tmp_path / "val", [{"png": picture(n), "txt": b"Pants"} for n in range(10)])
     words = ["train", shards, "--val", val, "--out", tmp_path / "run", *TRAIN, "--label", "txt"]
     assert main(list(map(str, words))) == 0

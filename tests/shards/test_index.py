@@ -16,10 +16,8 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
-from tests.support.indexes import with_column
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import expand
 
@@ -36,7 +34,6 @@ def test_unindexed_shards_are_scanned_and_what_is_no_sample_is_logged(shards: Pa
 
 
 def scanned_samples(urls: Any) -> int:
-    """Return how many samples opening scans."""
     reported: list[str] = []
     open_index(urls, note=reported.append)
     return int(reported[0].split("headers of ")[1].split()[0]) if reported else 0
@@ -76,7 +73,6 @@ def test_a_cached_scan_is_validated_and_repeated_where_it_cannot_be_cached(
 def test_processes_that_start_together_share_one_scan(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads stand for the ranks of a machine: the lock of a file holds between both."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     reported: list[str] = []
     barrier = threading.Barrier(3)
@@ -90,19 +86,6 @@ def test_processes_that_start_together_share_one_scan(
     assert counts == [21] * 3
     assert len([line for line in reported if "scanned the headers of 21 samples" in line]) == 1
     assert all("wdstrain index" in line for line in reported)
-
-
-@pytest.mark.parametrize("part", ["start", "stop"])
-def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> None:
-    """Samples are read one after another into separate memory."""
-    index = wt.index(shards)
-    start, size = index.offsets.start.copy(), index.offsets.size.copy()
-    start[3] -= 512 * (part == "start")
-    size[3] += 512
-    lying = with_column(with_column(index, None, "offset", start), None, "size", size)
-    save_index(lying, str(shards))
-    with pytest.raises(ShardError, match="its samples overlap"):
-        open_index(shards)
 
 
 def test_every_kind_of_address_names_the_same_shards(shards: Path) -> None:
@@ -249,21 +232,11 @@ def test_a_shard_under_two_names_is_refused(
         wt.Loader(["shards", spelling.format(shards)], batch_size=1)
 
 
-def test_hidden_shards_belong_to_their_folder(shards: Path) -> None:
-    (shards / "part-001.tar").rename(shards / ".part-001.tar")
-    assert len(wt.open(shards)) == len(wt.index(shards)) == 21
-    (shards / ".part-009.tar").write_bytes((shards / "part-000.tar").read_bytes())
-    assert [finding.shard for finding in wt.verify(shards).findings] == [
-        str(shards / ".part-009.tar")
-    ]
-
-
 # --- shards that were replaced after they were indexed ---
 
 
 @pytest.mark.parametrize("how", ["written", "moved"])
 def test_a_shard_that_was_replaced_after_indexing_is_refused(tmp_path: Path, how: str) -> None:
-    """The size is equal, and the samples have other offsets."""
     samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
     other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
     shard = write_tar(tmp_path / "set" / "a.tar", samples)

@@ -91,15 +91,6 @@ def test_joined_sets_with_equal_shard_names_are_a_data_frame(tmp_path: Path) -> 
         assert all("train-000000.tar" in shard for shard in frame.shard)
 
 
-def test_a_label_named_like_another_column_keeps_its_values(tmp_path: Path) -> None:
-    samples = [{"__key__": f"{n}", "bin": b"x", "json": {"size": n, "key": "k"}} for n in range(3)]
-    wt.pack(samples, str(tmp_path), shuffle=False)
-    table = wt.open(tmp_path).table
-    assert table["label.size"].to_pylist() == [0, 1, 2]
-    assert table["label.key"].to_pylist() == ["k"] * 3
-    assert table["key"].to_pylist() == ["0", "1", "2"]
-
-
 def test_indexing_again_reads_the_columns_of_shards_that_changed(packed: Path) -> None:
     before = wt.open(packed).table
     names = sorted(path.name for path in packed.glob("*.tar"))

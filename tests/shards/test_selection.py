@@ -59,7 +59,6 @@ def keys(index: wt.Index) -> list[str]:
 
 
 def entries(folder: Path, rows: Sequence[dict[str, Any]]) -> wt.Index:
-    """Return an index of samples k000, k001, ... whose json field has these entries."""
     samples = [{"__key__": f"k{n:03d}", "json": row} for n, row in enumerate(rows)]
     return wt.pack(samples, str(folder / "entries"), shuffle=False)
 
@@ -137,7 +136,6 @@ def test_sets_without_a_column_of_the_condition_are_logged_once(
 
 
 def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
-    """tests/oracle/test_loading.py draws shares, splits and folds."""
     tenth = index.sample(0.1, seed=0)
     assert keys(tenth) == keys(index.sample(6, seed=0))
     assert keys(tenth) != keys(index.sample(0.1, seed=1))

@@ -59,7 +59,6 @@ def write_members(path: Path, *members: tuple[str, bytes, bytes], format: int = 
 
 
 def gnu_tar(folder: Path, files: dict[str, bytes], *commands: str) -> Path:
-    """Write <name>.bin, run GNU tar, and return the path of t.tar."""
     for name, data in files.items():
         (folder / f"{name}.bin").write_bytes(data)
     for command in commands:
@@ -158,7 +157,6 @@ def test_a_member_needs_a_name() -> None:
     ],
 )
 def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: str) -> None:
-    """Truncation is an error; so are zeros at the end that begin within a member."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
     tar = gnu_tar(tmp_path, files, *commands.split("; "))
     expected = [(name, {"bin": data}) for name, data in files.items()]
@@ -212,7 +210,6 @@ _WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
     ],
 )
 def test_a_shard_of_whole_samples_is_read_or_can_be_repaired(data: bytes, tmp_path: Path) -> None:
-    """To copy such a file again gives the same file; `wdstrain repair` saves every sample."""
     path = tmp_path / "shard.tar"
     path.write_bytes(data)
     assert wt.repair(path, tmp_path / "repaired").samples == 4

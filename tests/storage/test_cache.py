@@ -38,7 +38,6 @@ SHARDS = 4
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four packed shards of about 250 KB."""
     folder = tmp_path_factory.mktemp("packed") / "shards"
     rows = (
         {"__key__": f"k{n:04d}", "bin": random.Random(n).randbytes(2000 + n), "cls": n % 3}
@@ -65,14 +64,12 @@ def loader_of(urls: Any, folder: Path | None = None, **options: Any) -> wt.Loade
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[Any]:
-    """Read an epoch, and nothing ahead of it, and close the loader."""
     with closing(loader):
         batches = loader.epoch(number, until=number + 1)
         return [(batch["__key__"], batch["bin"], batch["cls"]) for batch in batches]
 
 
 def sent(server: Served) -> int:
-    """Return the bytes of shards that a server sent."""
     return sum(size for path, size in server.sent if path.endswith(".tar"))
 
 
@@ -104,7 +101,6 @@ def place_of(cache: Cache, shard: Shard) -> str:
 
 
 def read(file: CachedFile | None) -> bytes:
-    """Return the bytes of a shard."""
     assert file is not None
     data = bytearray(file.size)
     file.read_into(memoryview(data), 0)
@@ -112,7 +108,6 @@ def read(file: CachedFile | None) -> bytes:
 
 
 def keep(cache: Cache, shard: Shard) -> None:
-    """Read a shard, so that the cache has it."""
     file = opened(cache, shard)
     read(file)
     assert file is not None
@@ -168,20 +163,6 @@ def test_processes_share_a_cache(packed: Path, served: Served, tmp_path: Path) -
     check_content(tmp_path, packed)
 
 
-def test_a_resumed_run_fetches_only_the_shards_it_reads(
-    packed: Path, served: Served, tmp_path: Path
-) -> None:
-    expected = epoch(loader_of(packed, shuffle=False))
-    loader = loader_of(served.url, tmp_path, shuffle=False)
-    with closing(loader):
-        last = loader.epoch(0, start=len(expected) - 2, until=1)  # do not read into epoch 1
-        assert [batch["__key__"] for batch in last] == [keys for keys, *_ in expected[-2:]]
-    names = sorted(path.name for path in packed.glob("*.tar"))
-    assert not {f"/{name}" for name in names[:2]} & {path for path, _ in served.requests}
-    assert epoch(loader) == expected
-    check_content(tmp_path, packed)
-
-
 @pytest.mark.parametrize("has_index", [True, False])
 def test_bytes_skipped_by_a_resume_are_cached_unchanged(tmp_path: Path, has_index: bool) -> None:
     """Delivered samples lie between samples that a resume reads; sizes divide the block size."""
@@ -225,18 +206,6 @@ def test_a_damaged_cached_shard_is_read_from_the_server_and_kept_anew(
     assert damaged.exists()
 
 
-def test_a_shard_that_differs_from_its_index_is_not_cached(
-    packed: Path, tmp_path: Path, caplog: Any
-) -> None:
-    shutil.copytree(packed, tmp_path / "s")
-    damaged = tmp_path / "s" / "train-000000.tar"
-    flip(damaged, damaged.stat().st_size - 1)  # beyond the last sample
-    with serving(tmp_path / "s") as server:
-        assert epoch(loader_of(server.url, tmp_path / "cache")) == epoch(loader_of(packed))
-    assert "the fetched bytes differ from the index" in caplog.text
-    check_content(tmp_path / "cache", packed, SHARDS - 1)
-
-
 @pytest.mark.parametrize("replacement", ["a folder", "a part"])
 def test_a_wrong_file_under_a_final_name_is_not_used(
     packed: Path, served: Served, tmp_path: Path, replacement: str, caplog: Any
@@ -254,7 +223,6 @@ def test_a_wrong_file_under_a_final_name_is_not_used(
 
 
 def stopped_after(packed: Path, folder: Path, count: int) -> Shard:
-    """Fetch `count` bytes of a shard; return it. Its server is gone then."""
     released = threading.Event()
     with serving(packed, faults=[stall(count, released)]) as server:
         cache, shard = Cache(str(folder)), open_index(server.url).shards[0]

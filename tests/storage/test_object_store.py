@@ -41,13 +41,11 @@ TENS: dict[str, Any] = {"max_shard_samples": 10}
 
 
 def amazon(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of S3."""
     keys = {"AWS_ACCESS_KEY_ID": "hush-id", "AWS_SECRET_ACCESS_KEY": "hush-secret"}
     return {**keys, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
 
 
 def google(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of Google's storage."""
     account = {"gcs_base_url": endpoint, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")
     key = {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
     return {**key, "GOOGLE_BEARER_TOKEN": "hush-token"}
@@ -63,7 +61,6 @@ def set_only(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """The address of an S3 server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
@@ -92,8 +89,6 @@ class BrokenOffError(Exception):
 
 
 def broken_off(title: str, most: int) -> Callable[[Step], None]:
-    """Return a progress callback that breaks off when more than this was done."""
-
     def report(step: Step) -> None:
         if step.title == title and step.done > most:
             raise BrokenOffError
@@ -147,22 +142,14 @@ def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
-def test_an_existing_set_needs_overwrite(bucket: str, photos: Path, tmp_path: Path) -> None:
-    wt.convert_folder(photos, f"{bucket}/p", **TENS)
-    with pytest.raises(UsageError, match=rf"{bucket}/p holds 8 files.*overwrite=True"):
-        wt.convert_folder(photos, f"{bucket}/p")
-    put(f"{bucket}/p/train-000000.tar", str(next(photos.glob("*/*.jpg"))))  # damage
-    for size in (10, 40):
-        for out in (f"{bucket}/p", str(tmp_path / "here")):
-            wt.convert_folder(photos, out, overwrite=True, max_shard_samples=size)
-        assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
-
-
 def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(
-    bucket: str, photos: Path
+    bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     """Also not by a shard whose name the old set lacks: a reader of all tars would find it."""
     wt.convert_folder(photos, f"{bucket}/p")
+    with pytest.raises(UsageError, match=rf"{bucket}/p holds 3 files.*overwrite=True"):
+        wt.convert_folder(photos, f"{bucket}/p")
+    put(f"{bucket}/p/train-000000.tar", str(next(photos.glob("*/*.jpg"))))  # damage
     before, during = stored(f"{bucket}/p"), list[dict[str, bytes]]()
 
     def look(step: Step) -> None:
@@ -171,10 +158,11 @@ def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(
         elif step.title == "uploading":
             assert "index.json" not in stored(f"{bucket}/p") or step.done == step.total
 
-    options: dict[str, Any] = {"max_shard_samples": 10, "num_workers": 1, "progress": look}
-    wt.convert_folder(photos, f"{bucket}/p", overwrite=True, **options)
+    wt.convert_folder(photos, f"{bucket}/p", overwrite=True, num_workers=1, progress=look, **TENS)
     assert len(during) >= 6
     assert all(now == before for now in during)
+    wt.convert_folder(photos, tmp_path / "here", **TENS)
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
 
 
 def test_an_interrupted_upload_resumes_with_the_missing_objects(
@@ -222,7 +210,6 @@ def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
 
 
 def new_dogs(folder: Path, count: int) -> Path:
-    """Write images whose names differ from those of `photos`."""
     new = write_class_folder(folder / "new", {"dog": count}, "jpg")
     for path in (new / "dog").iterdir():
         path.rename(path.with_name(f"new{path.name}"))
@@ -230,7 +217,6 @@ def new_dogs(folder: Path, count: int) -> Path:
 
 
 def changes(photos: Path, new: Path, out: str) -> dict[str, list[str]]:
-    """Return the commands that make a set, append to it and remove from it."""
     size = ["--max-shard-samples", "10"]
     return {
         "make": ["convert", "folder", str(photos), out, *size],
@@ -285,7 +271,6 @@ class Killer(logging.Handler):
 
 
 def run_and_kill(words: list[str], moment: int) -> tuple[int, int]:
-    """Run a command and kill it after a request. Returns its exit code and the requests."""
     log, killer = logging.getLogger("werkzeug"), Killer(moment)
     level = log.level
     log.addHandler(killer)
@@ -441,7 +426,6 @@ def test_a_failing_bucket_is_retried_and_the_wait_is_logged(
 def test_credentials_are_read_again_once_after_a_request_was_refused(
     faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Credentials for a limited time may have been renewed in the environment."""
     served, bucket = faulty_bucket
 
     def renewing(handler: Any, path: Path, start: int, stop: int) -> bool:

@@ -51,7 +51,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bare(packed: Path, tmp_path: Path) -> Path:
-    """The same shards without an index."""
     (tmp_path / "bare").mkdir()
     for shard in packed.glob("*.tar"):
         (tmp_path / "bare" / shard.name).write_bytes(shard.read_bytes())
@@ -81,7 +80,6 @@ def data(number: int, size: int = 20_000) -> bytes:
     ],
 )
 def test_a_query_is_no_pattern(rest: str, count: int, tmp_path: Path) -> None:
-    """Signed addresses and download links often end with the name of the file."""
     wt.index(write_shards(tmp_path / "set", [7, 13]))
     with serving(tmp_path / "set") as served:
         assert len(wt.open(f"{served.url}/{rest}")) == count
@@ -141,7 +139,6 @@ def test_a_redirect_whose_target_expires_is_asked_for_again(
     uses, signatures = Counter[str](), itertools.count()
 
     def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        """Redirect to an address that is good for one request."""
         handler.answer(302, b"", {"Location": f"{storage.url}/{path.name}?sig={next(signatures)}"})
         return True
 
@@ -266,7 +263,6 @@ def test_ranges_grow_with_what_is_delivered(
 
 @pytest.fixture
 def renewing() -> Iterator[Callable[[Callable[[str], str]], None]]:
-    """`wt.renew_addresses` for one test."""
     yield wt.renew_addresses
     wt.renew_addresses(None)
 
@@ -396,7 +392,6 @@ def test_without_checksums_different_versions_are_read_or_the_error_names_the_in
 
 
 def test_an_empty_shard_is_named_as_cut(tmp_path: Path) -> None:
-    """It has no first byte that a range request could bring."""
     (tmp_path / "a.tar").touch()
     empty = status(416, b"", Content_Range="bytes */0")
     with serving(tmp_path, faults=[empty] * ALWAYS) as server:
@@ -423,8 +418,6 @@ def test_a_compressed_shard_is_read_or_refused_as_compressed(
 def test_a_range_that_begins_elsewhere_is_an_error_that_names_it(
     set_of: str, shift: int, request: pytest.FixtureRequest
 ) -> None:
-    """Without checksums in an index, nothing else would tell its bytes from the right ones."""
-
     def shifted(handler: Handler, path: Path, start: int, stop: int) -> bool:
         if not handler.is_ranged or not start or stop + shift > path.stat().st_size:
             return False
@@ -465,17 +458,6 @@ def test_a_later_start_orders_no_shard_whole(
         start(urls)
         sizes = [size for path, size in server.sent if path.endswith(".tar")]
         assert max(sizes, default=0) < 1_200_000
-
-
-@pytest.mark.parametrize("start", [opened, wt.stream, counted])
-@pytest.mark.parametrize("urls", [f"/{TARS}", ""])
-def test_a_start_asks_for_the_index_once(
-    packed: Path, start: Callable[[str], object], urls: str
-) -> None:
-    with serving(packed) as server:
-        start(server.url + urls)
-        asked = Counter(path for path, _ in server.requests)
-    assert (asked["/index.json"], asked["/index.arrow"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
