@@ -75,7 +75,7 @@ def test_fields_and_entries_become_typed_columns(shards: Path, capsys: Any) -> N
     )
 
 
-def test_declared_columns_are_kept_when_indexing_again(shards: Path) -> None:
+def test_declared_columns_are_kept_and_read_again_when_indexing_again(shards: Path) -> None:
     wt.index(shards, columns=["cls"])
     wt.index(shards, columns=["txt"])
     index = wt.index(shards)
@@ -84,9 +84,9 @@ def test_declared_columns_are_kept_when_indexing_again(shards: Path) -> None:
     offset = next(offset for name, offset, _ in index.members(1) if name == "cls")
     data[offset : offset + 1] = b"7"
     (shards / "s-000.tar").write_bytes(data)
+    assert wt.index(shards).table["cls"].to_pylist()[:3] == [0, 7, 2]
     index = wt.index(shards, columns=["cls", "cls"])
     assert [column.name for column in index.columns] == ["txt", "cls"]
-    assert index.table["cls"].to_pylist()[:3] == [0, 7, 2]
 
 
 def labels(index: wt.Index, field: Any) -> list[int]:

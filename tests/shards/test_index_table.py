@@ -153,3 +153,22 @@ def test_the_kind_of_a_column_does_not_depend_on_the_shards(
     if kind == "number":
         above = sum(float(price) > 3 for price in prices)
         assert len(wt.open(tmp_path / "three").where("price > 3")) == above
+
+
+def test_numbers_and_texts_stored_as_fields_stay_columns_when_repacked(tmp_path: Path) -> None:
+    samples = (
+        {
+            "__key__": f"{n:03d}",
+            "price": float("nan") if n == 3 else n / 4,
+            "sender": f"anna{n % 3}",
+        }
+        for n in range(40)
+    )
+    wt.pack(samples, tmp_path / "set", max_shard_samples=7)
+    wt.convert_tars(tmp_path / "set", tmp_path / "again", where="price > 4")
+    for folder, count in (("set", 13), ("again", 7)):
+        index = wt.open(tmp_path / folder)
+        kinds = {column.name: column.kind for column in index.columns}
+        assert kinds == {"price": "number", "sender": "text"}
+        assert len(index.where("sender == 'anna1' and price >= 0")) == count
+        assert wt.verify(tmp_path / folder).ok

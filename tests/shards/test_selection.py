@@ -144,6 +144,16 @@ def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
     assert keys(first["train"]) != keys(second["train"])
 
 
+@pytest.mark.parametrize("folds", [3, 5])
+def test_folds_divide_each_class_evenly(tmp_path: Path, folds: int) -> None:
+    index = entries(tmp_path, [{"kind": size} for size in range(1, 60) for _ in range(size)])
+    parts = [Counter(v.table["kind"].to_pylist()) for _, v in index.folds(folds, stratify="kind")]
+    for size in range(1, 60):
+        of_class = [part[size] for part in parts]
+        assert sum(of_class) == size
+        assert max(of_class) - min(of_class) <= 1
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
