@@ -223,9 +223,17 @@ def test_boxes_of_a_named_image_follow_that_image(tmp_path: Path) -> None:
         assert next(iter(one))["boxes"].boxes.tolist() == [[35, 25, 55, 35]] * 4
 
 
+def mixed(folder: Path) -> Any:
+    loader = wt.Loader(
+        folder, {"image": wt.image(size=64), "boxes": wt.boxes(size=64)}, batch_size=4
+    )
+    return wt.to_device(loader, "cpu", wt.Augmentation(mixup=0.2, classes=3, label="boxes"))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda at: list(mixed(at)), "mixup"),
         (lambda _: wt.boxes(size=8, augment="flip+randaugment"), "rotates and shears images"),
         (lambda _: wt.boxes(augment="rrc"), "needs a size"),
         (lambda _: wt.boxes(names=""), "names no field"),
@@ -277,14 +285,3 @@ def test_boxes_follow_the_augmentation_of_a_batch(options: dict[str, Any], tmp_p
         batches = wt.to_device(loader, "cpu", wt.Augmentation(**options))
         count = count_checked(batches, 255)
     assert count > 20
-
-
-def test_mixed_images_have_no_boxes(tmp_path: Path) -> None:
-    folder = packed(tmp_path / "out", drawn(4))
-    fields = {"image": wt.image(size=64), "boxes": wt.boxes(size=64)}
-    mixing = wt.Augmentation(mixup=0.2, classes=3, label="boxes")
-    with (
-        wt.Loader(folder, fields, batch_size=4) as loader,
-        pytest.raises(wt.UsageError, match=r"mixup.*boxes"),
-    ):
-        list(wt.to_device(loader, "cpu", mixing))

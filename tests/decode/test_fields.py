@@ -17,8 +17,8 @@ from torchvision.transforms import v2
 import wdstrain as wt
 from tests.conftest import encoded, noise, npy, picture, write_tar
 from tests.support.outcomes import result_or_refusal
-from wdstrain.decode.codecs import decode_image, log_lost_levels, resize
-from wdstrain.decode.transforms import DRAWS, Augment, center_crop, region
+from wdstrain.decode.codecs import decode_image, log_lost_levels
+from wdstrain.decode.transforms import DRAWS, center_crop
 from wdstrain.errors import SampleError, UsageError
 
 NO_DRAWS = np.zeros(DRAWS)
@@ -83,17 +83,6 @@ def test_a_crop_percentage_equals_resizing_and_cropping() -> None:
     reference = v2.functional.center_crop(v2.functional.resize(image, [128], antialias=True), [112])
     difference = np.abs(cropped.astype(int) - reference.permute(1, 2, 0).numpy().astype(int))
     assert difference[1:-1, 1:-1].max() <= 1  # edge pixels have fewer neighbors
-
-
-def test_resizing_equals_that_of_torchvision() -> None:
-    pixels = decode_image(picture(3, size=(60, 40)))
-    out = np.empty((20, 30, 3), np.uint8)
-    assert region(pixels.shape[0], pixels.shape[1], (20, 30), Augment(), NO_DRAWS) == (0, 0, 40, 60)
-    resize(pixels, out)
-    expected = v2.functional.resize(
-        torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True
-    ).permute(1, 2, 0)
-    assert abs(out.astype(int) - expected.numpy().astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_columns_need_no_shard(options: dict[str, Any], num_workers: int, tmp_pa
 
 @pytest.mark.parametrize("has_columns", [True, False])
 def test_a_name_is_a_column_of_the_index_or_else_a_field(tmp_path: Path, has_columns: bool) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"__key__": f"k{n}", "cls": n % 2, "Note.txt": f"note {n}"}
         | {"json": {"Kind": NAMES[n % 3], "angle": n / 2, "caption": f"a {n}", "Tags": ["emu"][n:]}}
         | {"meta.json": {"long": "long " * 100 + str(n)}}

@@ -411,16 +411,3 @@ def test_shards_on_nginx_are_read_as_from_the_disk(packed: Path, nginx: str) -> 
     assert main(["verify", nginx]) == 0
     with pytest.raises(StorageError, match="404"):
         wt.Loader(f"{nginx}/none.tar")
-
-
-def test_train_and_evaluate_through_a_cache_ask_for_each_shard_once(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
-    wt.convert_folder(tmp_path / "in", tmp_path / "s", split={"train": 0.7, "val": 0.3})
-    cached = ["--cache-dir", str(tmp_path / "cache"), "--cache-limit", "1GB"]
-    small = ["--epochs", "2", "--image-size", "16", "--batch-size", "8"]
-    with serving(tmp_path / "s") as server:
-        assert main(["train", server.url, "--out", str(tmp_path / "run"), *small, *cached]) == 0
-        best = str(tmp_path / "run" / "checkpoints" / "best.pt")
-        assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
-        sent = sum(size for path, size in server.sent if path.endswith(".tar"))
-    assert sent == sum(path.stat().st_size for path in (tmp_path / "s").glob("*.tar"))
