@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,9 +21,7 @@ from tests.conftest import ROOT, files_of, picture, write_class_folder, write_sh
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion.staging import Staging
-from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
-from wdstrain.runtime.workers import DeferSignals
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.files import is_state, state_of
@@ -110,16 +106,6 @@ def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_pat
         wt.pack([{"txt": "one"}], tmp_path / "out")
     wt.pack([{"txt": "three"}], tmp_path / "out", overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
-
-
-def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:
-    shard = tmp_path / "train-000000.tar"
-    with (
-        watched_calls("flock", "/owner", shard.touch, fcntl),
-        pytest.raises(UsageError, match="holds 1 files"),
-    ):
-        Staging(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [shard]
 
 
 def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -> None:
@@ -307,34 +293,3 @@ def test_out_of_memory_is_an_error_with_advice(
     ):
         list(loader)
     assert value is huge or isinstance(raised.value, SampleError)
-
-
-def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> None:
-    """torch raises in a SIGCHLD handler; within a fork, Python would print and drop the error."""
-
-    def handler(*_: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
-
-    reached: list[bool] = []
-
-    def within() -> None:
-        with DeferSignals():
-            signal.raise_signal(signal.SIGCHLD)
-            reached.append(True)
-
-    former = signal.signal(signal.SIGCHLD, handler)
-    try:
-        with pytest.raises(RuntimeError, match="is killed by signal") as raised:
-            within()
-        assert reached
-        assert signal.getsignal(signal.SIGCHLD) == handler
-        with DeferSignals():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program's own handler, as torch's
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGCHLD, former)
-    with pytest.raises(WdstrainError) as death, WorkerDeathsAsErrors():
-        raise raised.value
-    assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death.value)
-    with pytest.raises(RuntimeError, match="of something else"), WorkerDeathsAsErrors():
-        raise RuntimeError("of something else")

@@ -229,16 +229,6 @@ MARK = "owned"
 EVIL = f"<script>{MARK}()</script>\"'><img src=x onerror={MARK}()></title></style><!--<svg/onload={MARK}()>"
 
 
-def check_page(text: str, name: str) -> None:
-    for tag, attributes in Page(text).tags:
-        assert tag != "script" or MARK not in str(attributes), name
-        assert not [each for each in attributes if each.startswith("on")], (name, tag, attributes)
-        values = [attributes.get(key) for key in ("href", "src", "style", "action")]
-        assert not any(value and MARK in value for value in values), name
-    assert f"<script>{MARK}" not in text, name
-    assert f"<img src=x onerror={MARK}" not in text, name
-
-
 def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
     evil = EVIL.replace("/", "\u2215")  # "/" is not possible in a file name
     folder = tmp_path / "set"
@@ -253,7 +243,13 @@ def test_text_from_shards_is_escaped_in_html(tmp_path: Path) -> None:
     train(str(folder), tmp_path / "run", val=str(folder), **SMALL)
     text = (tmp_path / "run" / "report.html").read_text(errors="replace")
     assert MARK in text, "the report does not show the text at all"
-    check_page(text, "report.html")
+    assert f"<script>{MARK}" not in text
+    assert f"<img src=x onerror={MARK}" not in text
+    for tag, attributes in Page(text).tags:
+        assert tag != "script" or MARK not in str(attributes)
+        assert not [each for each in attributes if each.startswith("on")], (tag, attributes)
+        values = [attributes.get(key) for key in ("href", "src", "style", "action")]
+        assert not any(value and MARK in value for value in values), (tag, attributes)
 
 
 READS_PICTURES = """
@@ -266,9 +262,6 @@ sys.stdout.write(open("/proc/self/maps").read())
 """
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="the libraries of a process are listed in /proc"
-)
 def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None:
     samples = [(f"k{i}", {"jpg": picture(i, kind="JPEG")}) for i in range(4)]
     write_tar(tmp_path / "set" / "a.tar", samples)
@@ -282,27 +275,24 @@ def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None
     assert str(tmp_path) not in ended.stdout
 
 
-def npy_of(head: str) -> bytes:
+def npy_of(shape: str, descr: str = "'<f4'") -> bytes:
+    return npy_with(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}")
+
+
+def npy_with(head: str) -> bytes:
     raw = head.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw + bytes(12)
 
 
-def head_of(shape: str, descr: str = "'<f4'") -> str:
-    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
-
-
 HOSTILE: dict[str, tuple[str, bytes]] = {
-    "shape of texts": ("x.npy", npy_of(head_of("('a', 'b')"))),
-    "shape below 0": ("x.npy", npy_of(head_of("(-1, 4)"))),
-    "shape that is not closed": ("x.npy", npy_of(head_of("(3").removesuffix(", }"))),
-    "braces": ("x.npy", npy_of("{" * 200)),
-    "a list as a key": ("x.npy", npy_of("{[]:1}")),
-    "minus signs": ("x.npy", npy_of("-" * 9000)),
-    "a deep dtype": ("x.npy", npy_of(head_of("(3,)", "[" * 150 + "'<f4'" + "]" * 150))),
-    "objects": ("x.npy", npy_of(head_of("(3,)", "'|O'"))),
+    "shape below 0": ("x.npy", npy_of("(-1, 4)")),
+    "shape with a gap": ("x.npy", npy_of("(3,,")),
+    "braces": ("x.npy", npy_with("{" * 200)),
+    "a list as a key": ("x.npy", npy_with("{[]:1}")),
+    "a deep dtype": ("x.npy", npy_of("(3,)", "[" * 150 + "'<f4'" + "]" * 150)),
+    "objects": ("x.npy", npy_of("(3,)", "'|O'")),
     "a head of 2 GB": ("x.npy", b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + b"{" * 100),
     "deep JSON": ("json", b"[" * 100_000),
-    "JSON with a long number": ("json", b"1" * 5000),
 }
 
 
@@ -364,14 +354,13 @@ def test_a_pattern_does_not_skip_unreadable_folders(tmp_path: Path) -> None:
     for name in ("open", "locked"):
         wt.pack([{"__key__": name, "txt": "x"}], sets / name)
     (sets / "notes.txt").write_text("a file beside the folders is no folder that cannot be read")
-    patterns = ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"]
-    commands = [["info", tmp_path / pattern] for pattern in patterns]
+    commands = [["info", tmp_path / name] for name in ("sets/*/train-*.tar", "*/*/train-*.tar")]
     # 0o444: names can be listed, but no file in the folder can be opened
     for mode, status in ((0o755, 0), (0o000, 1), (0o444, 1)):
         statuses, shown = run_locked(commands, {sets / "locked": mode})
-        assert statuses == [str(status)] * 3, shown
+        assert statuses == [str(status)] * 2, shown
         refused = re.findall(r"locked\S* cannot be (?:read|opened): Permission denied", shown)
-        assert len(refused) == 3 * status
+        assert len(refused) == 2 * status
 
 
 def test_unreadable_paths_are_errors_and_not_empty_sets(tmp_path: Path) -> None:
