@@ -16,6 +16,7 @@ import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
 from wdstrain.decode import workers
 from wdstrain.decode.worker_processes import MessageMemory, interruptible_context, message_in
+from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -142,6 +143,37 @@ def test_batches_in_flight_are_bounded_by_cores_and_memory(
     assert 2 <= threads.batches <= max(2, min(2 * processors, fits))
     assert 1 <= threads.decoders <= min(processors, threads.batches)
     assert fits < 2 * processors or threads == (2 * processors, processors, 1)
+
+
+class CountsSamples:
+    """Transform that appends a byte to a file for each sample."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        with open(self.file, "ab", buffering=0) as opened:
+            opened.write(b".")
+        return {"cls": int(sample["cls"])}
+
+
+@pytest.mark.parametrize("workers", [0, 6])
+def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: int) -> None:
+    """The loop takes some batches and waits until no more begin. Each message has one batch."""
+    size, batches = 130, 40
+    shards, file = write_shards(tmp_path / "shards", [size * batches]), tmp_path / "begun"
+    options: dict[str, Any] = {"batch_size": size, "num_workers": workers}
+    with wt.Loader(shards, transform=CountsSamples(file), **options) as loader:
+        passed = loader.epoch(0, until=1)
+        for taken in range(1, 4):
+            next(passed)
+            before = -1
+            while before != (before := file.stat().st_size):
+                time.sleep(0.2)
+            busy = min(workers, cores())
+            most = workers + busy + max(2, busy // 2) + 1 if workers else 2 * cores()
+            assert before <= (taken + most) * size
+        assert sum(1 for _ in passed) == batches - 3
 
 
 def look(event: Any, end: Any) -> None:
