@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,9 @@ NOT_PLAIN = {
     "progressive, with an early end marker": saved(90, 60, progressive=True) + b"\xff\xd9",
     "EXIF in two segments": with_split_exif(),
     "CMYK": saved(90, 60, mode="CMYK"),
-    "truncated": jpeg(90, 60)[:1500],
     "truncated, with an end marker": jpeg(90, 60)[:1500] + b"\xff\xd9",
     "invalid frame header": b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x00\x00\x00\x00\xff\xd9",
-    "only an end marker": b"\xff\xd8\xff\xd9",
     "empty": b"",
-    "text": b"no image",
 }
 
 
@@ -83,7 +79,6 @@ class Batch:
         return self.field.read_rows(number, address, self.size[number], self.out, self.draws)
 
     def alone(self, row: int) -> Pixels:
-        """Return the pixels of a row as the field decodes it alone."""
         out = np.zeros(self.out.shape[1:], np.uint8)
         self.field.read("jpg", memoryview(self.images[row]), out, self.draws[row])
         return out
@@ -142,7 +137,6 @@ def test_a_region_with_the_final_size_only_with_its_border_is_resized(trailing: 
 
 
 def without_segment(image: bytes, marker: int) -> bytes:
-    """Return a JPEG without its segments of this marker."""
     kept, position = bytearray(image[:2]), 2
     while image[position + 1] != 0xDA:
         size = 2 + int.from_bytes(image[position + 2 : position + 4], "big")
@@ -172,41 +166,17 @@ def test_an_image_never_gets_the_tables_of_another(augment: str) -> None:
         batch.alone(40)
 
 
-@pytest.mark.parametrize("augment", ["none", "rrc+flip"])
-def test_a_subsampling_that_simplejpeg_does_not_know_is_decoded(augment: str) -> None:
-    turbojpeg = pytest.importorskip("turbojpeg")
-    pixels = noise(129, 77)
-    image = bytes(turbojpeg.compress(pixels, 85, turbojpeg.SAMP.Y441, pixelformat=turbojpeg.PF.RGB))
-    batch = Batch([image, jpeg(129, 77)], wt.image(size=(77, 129), augment=augment))
-    assert batch.decode() == {0, 1}
-    batch.check(0)
-    full = np.asarray(Image.open(io.BytesIO(image)))
-    assert np.array_equal(decode_image(image), full)
-
-
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_other_images_than_plain_jpegs_are_left_out_of_the_batch(kind: str, augment: str) -> None:
-    images = [jpeg(90 + n, 64) for n in range(6)]
-    images[2:2] = [NOT_PLAIN[kind], NOT_PLAIN[kind]]
-    images.append(NOT_PLAIN[kind])
+    images = [jpeg(90, 64), *[NOT_PLAIN[kind]] * 2, jpeg(91, 64), NOT_PLAIN[kind]]
     batch = Batch(images, wt.image(size=(60, 90), augment=augment))
-    done = batch.decode()
-    assert done == {0, 1, 4, 5, 6, 7}
-    for row in done:
-        batch.check(row)
-
-
-def test_only_the_given_rows_are_decoded() -> None:
-    batch = Batch([jpeg(64, 64) for _ in range(5)], wt.image(size=32))
-    assert batch.decode([1, 3]) == {1, 3}
-    assert batch.decode([]) == set()
-    assert (batch.out[[0, 2, 4]] == 7).all()
-    batch.check(1)
+    assert batch.decode() == {0, 3}
+    batch.check(0)
+    batch.check(3)
 
 
 def test_a_batch_may_be_larger_than_the_scratch_memory() -> None:
-    """An image that does not fit into the scratch memory alone is skipped."""
     sides = ((400, 400), (900, 800), (400, 380), (390, 400), (80, 60))
     batch = Batch([jpeg(*side) for side in sides], wt.image(size=100))
     assert batch.decode() == {0, 2, 3, 4}
@@ -244,6 +214,6 @@ def test_a_random_crop_of_a_narrow_image_is_its_center_at_the_nearest_ratio(tmp_
     image = encoded(Image.fromarray(np.ascontiguousarray(pixels)), "PNG")
     write_tar(tmp_path / "a.tar", [("tall", {"png": image})])
     field = wt.image(size=8, augment="rrc")  # 6 / (3 / 4) = 8 rows: not resized in height
-    with wt.Loader(tmp_path, {"image": field}, batch_size=1, shuffle=False) as loader:
+    with wt.Loader(tmp_path, {"image": field}, batch_size=1) as loader:
         (batch,) = loader
     assert batch["image"][0, 0, :, 0].tolist() == rows[396:404].tolist()

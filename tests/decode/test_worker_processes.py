@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -19,7 +16,6 @@ import wdstrain as wt
 from tests.conftest import quick_and_slow, write_shards
 from wdstrain.decode import workers
 from wdstrain.decode.worker_processes import MessageMemory, interruptible_context, message_in
-from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -40,9 +36,10 @@ class WaitsForLaterBatch:
             (self.folder / str(number // SIZE)).touch()
         # The next epoch begins too, without waiting.
         if number == SLOW * SIZE and not (self.folder / "begun").exists():
-            end = time.monotonic() + 20
-            while not (self.folder / str(LAST)).exists() and time.monotonic() < end:
-                time.sleep(0.01)
+            for batch, seconds in ((LAST, 20), (LAST + 1, 0.5)):  # the second must not begin
+                end = time.monotonic() + seconds
+                while not (self.folder / str(batch)).exists() and time.monotonic() < end:
+                    time.sleep(0.01)
             (self.folder / "begun").write_text(
                 " ".join(sorted(file.name for file in self.folder.iterdir()))
             )
@@ -54,13 +51,8 @@ def test_a_slow_batch_blocks_no_other_worker_and_keeps_the_order(tmp_path: Path)
     write_shards(tmp_path / "s", [12 * SIZE])
     notes = tmp_path / "notes"
     notes.mkdir()
-    loader = wt.Loader(
-        tmp_path / "s",
-        transform=WaitsForLaterBatch(notes),
-        batch_size=SIZE,
-        num_workers=2,
-        shuffle=False,
-    )
+    options: dict[str, Any] = {"batch_size": SIZE, "num_workers": 2, "shuffle": False}
+    loader = wt.Loader(tmp_path / "s", transform=WaitsForLaterBatch(notes), **options)
     numbers = [number for batch in loader for number in batch["number"].tolist()]
     loader.close()
     assert numbers == list(range(12 * SIZE))
@@ -90,52 +82,12 @@ def read(memory: MessageMemory, place: Any, *, copy: bool = True) -> Any:
     return message_in(memory.map(place), place, copy=copy)
 
 
-def test_copies_of_messages_are_what_was_written_and_can_be_changed() -> None:
-    memory = MessageMemory()
-    places = [memory.write(number, message) for number, message in enumerate(MESSAGES.values())]
-    for _ in range(2):
-        for place, message in reversed(list(zip(places, MESSAGES.values(), strict=True))):
-            received = read(memory, place)
-            assert as_lists(received) == as_lists(message)
-            for array in received if isinstance(received, list) else []:
-                if isinstance(array, (np.ndarray, torch.Tensor)):
-                    array[...] = 3
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_arrays_of_a_message_lie_aligned_where_it_was_written(name: str) -> None:
-    memory = MessageMemory()
-    place = memory.write(3, MESSAGES[name])
-    first, second = (read(memory, place, copy=False) for _ in range(2))
-    assert as_lists(first) == as_lists(MESSAGES[name])
-    for one, other in zip(first, second, strict=True):
-        if isinstance(one, (np.ndarray, torch.Tensor)) and len(one):
-            assert np.asarray(one).ctypes.data % 64 == 0
-            one[...] = 3
-            assert (other == 3).all()
-
-
-def test_a_place_is_used_again_for_messages_of_any_size() -> None:
-    memory = MessageMemory()
-    for name in ("large", "small", "many", "empty", "large"):
-        place = memory.write(0, MESSAGES[name])
-        assert as_lists(read(memory, place)) == as_lists(MESSAGES[name])
-
-
-def test_what_cannot_be_pickled_is_an_error_and_the_place_can_be_used_again() -> None:
-    memory = MessageMemory()
-    with pytest.raises(Exception, match="lambda"):
-        memory.write(0, lambda: 1)
-    assert read(memory, memory.write(0, "next")) == "next"
-
-
 @pytest.fixture(params=quick_and_slow(["fork", "spawn"], 1))
 def context(request: pytest.FixtureRequest) -> Any:
     return interruptible_context(multiprocessing.get_context(request.param), [])
 
 
 def answer(questions: Any, answers: Any, memory: Any) -> None:
-    """Return each message with its number, until None."""
     while (item := questions.get(timeout=60)) is not None:
         answers.put(memory.write(item[0], [item[0], read(memory, item)]))
 
@@ -161,58 +113,25 @@ def test_workers_answer_messages_of_any_size_without_waiting_for_a_reader(contex
         assert as_lists(read(memory, received[number])) == [number, as_lists(message)]
 
 
-def test_a_queue_without_items_is_empty(context: Any) -> None:
-    with pytest.raises(Empty):
-        context.Queue().get(timeout=0.01)
-
-
-def test_a_closed_queue_ignores_the_request_to_end(context: Any) -> None:
+def test_an_empty_queue_is_empty_and_a_closed_one_ignores_the_request_to_end(context: Any) -> None:
     """The DataLoader's iterator may be finalized after its queues."""
     queue = context.Queue()
+    with pytest.raises(Empty):
+        queue.get(timeout=0.01)
     queue.put(1)
     assert queue.get(timeout=20) == 1
     queue.close()
     queue.put(None)
 
 
-def open_files() -> set[str]:
-    """Return each open descriptor of this process with the name of its file."""
-    targets = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of the folder itself is already closed
-            targets.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-    return targets
-
-
-def test_dropped_queues_and_messages_close_their_files(context: Any) -> None:
-    gc.collect()  # else descriptors of an earlier test could close between the two calls
-    files = open_files()
-    queue, memory = context.Queue(), MessageMemory()
-    queue.put(memory.write(0, "message"))
-    opened = open_files() - files
-    assert len(opened) >= 2
-    del queue, memory
-    assert not opened & open_files()
-
-
 # --- batches in flight ---
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 96])
-@pytest.mark.parametrize("fits", [0, 1, 3, 10, 50, 10_000])
-def test_batches_in_flight_of_threads_are_bound_by_cores_and_memory(count: int, fits: int) -> None:
-    limits = workers.limits_of(0, count, fits, 1)
-    assert 2 <= limits.batches <= max(2, min(2 * count, fits))
-    assert 1 <= limits.decoders <= min(count, limits.batches)
-    if fits >= 2 * count:
-        assert limits == (2 * count, count, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 @pytest.mark.parametrize("processors", [1, 2, 8, 96])
 @pytest.mark.parametrize("fits", [0, 1, 3, 10, 50, 10_000])
 @pytest.mark.parametrize("batches_per_message", [1, 2, 4])
-def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_memory(
+def test_batches_in_flight_are_bounded_by_cores_and_memory(
     count: int, processors: int, fits: int, batches_per_message: int
 ) -> None:
     limits = workers.limits_of(count, processors, fits, batches_per_message)
@@ -220,39 +139,10 @@ def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_memory(
     assert limits.messages > count  # each worker needs a message
     assert limits.messages <= max(count + 1, count + processors + max(2, processors // 2))
     assert limits.messages * batches_per_message <= max((count + 1) * batches_per_message, fits)
-
-
-class CountsSamples:
-    """Transform that appends a byte to a file for each sample."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        with open(self.file, "ab", buffering=0) as opened:
-            opened.write(b".")
-        return {"cls": int(sample["cls"])}
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 6])
-def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: int) -> None:
-    """The loop takes some batches and waits until no more begin. Each message has one batch."""
-    size, batches = 130, 40
-    shards, file = write_shards(tmp_path / "shards", [size * batches]), tmp_path / "begun"
-    with wt.Loader(
-        shards, transform=CountsSamples(file), batch_size=size, num_workers=workers
-    ) as loader:
-        passed = loader.epoch(0, until=1)
-        for taken in range(1, 4):
-            next(passed)
-            before = -1
-            while before != (before := file.stat().st_size):
-                time.sleep(0.2)
-            busy = min(workers, cores())
-            most = workers + busy + max(2, busy // 2) + 1 if workers else 2 * cores()
-            assert before <= (taken + most) * size
-        assert sum(1 for _ in passed) == batches - 3
-    assert file.stat().st_size == size * batches
+    threads = workers.limits_of(0, processors, fits, 1)
+    assert 2 <= threads.batches <= max(2, min(2 * processors, fits))
+    assert 1 <= threads.decoders <= min(processors, threads.batches)
+    assert fits < 2 * processors or threads == (2 * processors, processors, 1)
 
 
 def look(event: Any, end: Any) -> None:

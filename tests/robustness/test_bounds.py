@@ -27,7 +27,7 @@ from PIL import Image
 import wdstrain as wt
 from tests.conftest import encoded, write_shards, write_tar
 from tests.support.servers import Fault, Handler, serving
-from wdstrain import SampleError, ShardError, SourceError, StorageError, UsageError, WdstrainError
+from wdstrain import SampleError, ShardError, SourceError, StorageError, WdstrainError
 from wdstrain.decode.codecs import decode_image
 from wdstrain.shards.tar_headers import END, header
 
@@ -65,8 +65,6 @@ print(json.dumps(results))
 
 def probed(cases: list[tuple[Path, str]]) -> dict[tuple[str, str], tuple[int, str]]:
     """Return (peak bytes, message) by file name for shards that are scanned, or read by field."""
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("this system does not report peak memory")
     words = json.dumps([(str(path), name) for path, name in cases])
     done = subprocess.run(
         [sys.executable, "-c", PROBE], input=words, capture_output=True, text=True, check=False
@@ -77,7 +75,6 @@ def probed(cases: list[tuple[Path, str]]) -> dict[tuple[str, str], tuple[int, st
 
 
 def sealed(block: bytes) -> bytes:
-    """Return a header block with a valid checksum."""
     blank = block[:148] + b" " * 8 + block[156:]
     return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
 
@@ -103,20 +100,13 @@ def base256(number: int) -> bytes:
 # Headers before one of 'a.txt', and the error.
 OCTAL, PAX = "must be an octal number", "malformed PAX header"
 HEADERS: list[tuple[bytes, str]] = [
-    (head(size=b"7" * 12), "ends inside 'a.txt': 68719476735 bytes promised at offset 512"),
     (head(size=base256(1 << 60)), "ends inside 'a.txt': 1152921504606846976 bytes promised"),
     (head(size=b"\x80" + b"\xff" * 11), "claims an impossible size at offset 0"),
-    (head(size=b"\xff" * 12), "claims an impossible size at offset 0"),
     (head(size=b"-0000000001\0"), OCTAL),
-    (head(size=b"0x7fffffff\0"), OCTAL),
-    (head(size=b"99999999999\0"), OCTAL),
-    (pax(b"30 size=99999999999999999999\n"), "claims a size|malformed PAX"),
     (pax(b"29 size=18446744073709551615\n"), "ends inside 'a.txt': 18446744073709551615 bytes"),
     (pax(b"11 size=-1\n"), "claims a size of b'-1' at offset 0"),
     (pax(b"99999999999 path=x\n"), f"{PAX} at offset 0"),
-    (pax(b"0 path=x\n"), PAX),
     (pax(b"-5 path=x\n"), PAX),
-    (pax(b"x" * 512), PAX),
     (pax(b"", 1 << 30), "an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit"),
     (head(kind=b"S"), "holds the sparse file 'a.txt' at offset 0"),
     (pax(b"22 GNU.sparse.major=1\n"), "holds the sparse file|malformed PAX"),
@@ -129,41 +119,6 @@ def test_impossible_headers_are_named_by_offset(tmp_path: Path, begin: bytes, wo
     (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
     with pytest.raises(ShardError, match=words):
         wt.Loader(tmp_path / "a.tar")
-
-
-def test_links_devices_and_folders_are_skipped_and_counted_once(tmp_path: Path) -> None:
-    """A cached scan of a shard that was replaced does not count."""
-    for count in (1, 6):
-        links = b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, count + 1))
-        (tmp_path / "a.tar").write_bytes(links + head("k.txt") + END)
-        index = wt.Loader(tmp_path / "a.tar", batch_size=1).index
-        assert [index.key(i) for i in range(len(index))] == ["k"]
-        assert sum(index.info["ignored"].values()) == count
-
-
-def test_a_tar_in_a_tar_is_delivered_as_bytes(tmp_path: Path) -> None:
-    inner = (write_shards(tmp_path / "in", [3]) / "part-000.tar").read_bytes()
-    write_tar(tmp_path / "a.tar", [("k", {"tar": inner})])
-    ((batch),) = wt.Loader(tmp_path / "a.tar", batch_size=1)
-    assert batch["tar"] == [inner]
-
-
-@pytest.mark.parametrize("kind", ["tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"])
-def test_compressed_tars_are_refused(tmp_path: Path, kind: str) -> None:
-    begins = {"bz2": b"BZh91AY&SY", "xz": b"\xfd7zXZ\0", "zst": b"\x28\xb5\x2f\xfd"}
-    begins |= {"lz4": b"\x04\x22\x4d\x18"}
-    begin = begins.get(kind.rpartition(".")[2])
-    data = gzip.compress(bytes(10_000)) if begin is None else begin.ljust(4096, b"x")
-    (tmp_path / f"a.{kind}").write_bytes(data)
-    plain = "is a .* file, not a plain tar"
-    with pytest.raises(ShardError, match=f"a.{kind} {plain}; .* Unpack it first"):
-        wt.Loader(tmp_path / f"a.{kind}")
-    compressed = f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar"
-    with pytest.raises(UsageError, match=compressed):
-        wt.Loader(tmp_path)
-    (tmp_path / "b.tar").write_bytes(data)  # under any name
-    with pytest.raises(ShardError, match=f"b.tar {plain}"):
-        wt.Loader(tmp_path / "b.tar")
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 43])
@@ -189,7 +144,7 @@ def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tar")
     (tmp_path / "folder.tar").mkdir()
     for name in ("pipe.tar", "folder.tar"):
-        with pytest.raises(WdstrainError, match=f"{name}"):
+        with pytest.raises(WdstrainError, match=name):
             wt.Loader(tmp_path / name)
     with pytest.raises(StorageError, match="is a folder, a pipe or a device"):
         wt.Loader(tmp_path)
@@ -211,7 +166,6 @@ def test_names_that_are_not_utf8_are_delivered_unchanged(tmp_path: Path) -> None
 
 
 def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
-    """Write shards that contain only headers."""
     folder.mkdir(exist_ok=True)
     few, end = min(members, 60_000), header("k.a", 0) + END
     name = b"1048576 path=" + b"a/" * 524_280 + b"k.a"
@@ -264,15 +218,11 @@ def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
     files: list[tuple[str, str, str, dict[str, Any]]] = [
         *((f"png-{mode.replace(';', '')}", mode, "PNG", {}) for mode in MODES),
         ("jpeg", "RGB", "JPEG", {}),
-        ("jpeg-progressive", "RGB", "JPEG", {"progressive": True}),
         ("jpeg-progressive-444", "RGB", "JPEG", {**fine, "exif": exif}),
         ("jpeg-progressive-cmyk", "CMYK", "JPEG", fine),
         ("tiff-deep", "I;16", "TIFF", {"compression": "tiff_adobe_deflate"}),
-        ("jpeg-turned", "RGB", "JPEG", {"exif": exif}),
         ("jpeg-cmyk", "CMYK", "JPEG", {}),
-        ("gif", "RGB", "GIF", {}),
         ("gif-many", "RGB", "GIF", {"save_all": True, "append_images": more}),
-        ("bmp", "RGB", "BMP", {}),
         ("tiff", "RGB", "TIFF", {"compression": "tiff_lzw"}),
         ("webp", "RGB", "WEBP", {}),
         *([("avif", "RGB", "AVIF", {"speed": 10})] if "AVIF" in Image.SAVE else []),
@@ -312,10 +262,13 @@ def test_images_with_huge_claimed_sizes_take_no_memory(
 
 
 def test_a_jpeg_with_thousands_of_scans_is_refused(tmp_path: Path) -> None:
-    """A scan of a progressive JPEG visits all pixels in a dozen bytes: 90 KB take a minute."""
-    encoded_image = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
-    last = encoded_image.rfind(b"\xff\xda")
-    data = encoded_image[:last] + encoded_image[last:-2] * 1000 + encoded_image[-2:]
+    """A scan of a progressive JPEG visits all pixels in a dozen bytes: 90 KB take a minute.
+
+    Bytes after the end of the image do not count: images of phones may have a video appended.
+    """
+    intact = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
+    last = intact.rfind(b"\xff\xda")
+    data = intact[:last] + intact[last:-2] * 1000 + intact[-2:]
     assert len(data) < 100_000
     write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
     scans = "1005 scans of 16000000 pixels"
@@ -324,13 +277,7 @@ def test_a_jpeg_with_thousands_of_scans_is_refused(tmp_path: Path) -> None:
         list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
     with pytest.raises(SourceError, match=scans):
         wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
-    assert decode_image(encoded_image).shape == (4000, 4000, 3)
-
-
-def test_only_scans_of_the_image_count_and_not_bytes_after_it() -> None:
-    """Images of phones may have a video appended."""
-    data = encoded(Image.new("RGB", (5000, 5000)), "JPEG")
-    assert decode_image(data + b"\xff\xda\0\x08" * 100_000).shape == (5000, 5000, 3)
+    assert decode_image(intact + b"\xff\xda\0\x08" * 100_000).shape == (4000, 4000, 3)
 
 
 def test_tiles_larger_than_their_image_are_refused() -> None:
@@ -349,10 +296,9 @@ def test_tiles_larger_than_their_image_are_refused() -> None:
         decode_image(tiled(4096, 2048))
 
 
-def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
+def npy(head_: str) -> bytes:
     text = head_.encode().ljust(117) + b"\n"
-    size = len(text).to_bytes(2 if version[0] == 1 else 4, "little")
-    return b"\x93NUMPY" + version + size + text + bytes(64)
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
 
 
 @pytest.mark.slow
@@ -361,19 +307,14 @@ def test_memory_of_decoded_values_is_a_bounded_multiple_of_their_size(tmp_path: 
     shape = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s,), }"
     values: list[tuple[str, str, bytes]] = [
         ("depth", "json", b"[" * size),
-        ("depth-of-objects", "json", b'{"k":' * (size // 5)),
         ("depth-in-a-column", "deep", b"[" * size),
         ("names", "deep", json.dumps({f"k{i}": 0 for i in range(size // 16)}).encode()),
-        ("lists", "deep", b"[" + b"{}," * (size // 3) + b"{}]"),
         ("dicts", "deep", b"[" + (b'{"":' * 60 + b"0" + b"}" * 60 + b",") * (size // 302) + b"0]"),
         ("digits", "label", b"9" * size),
         ("no-number", "number", b"x" * size),
         ("long-number", "json", b"1" * size),
         ("encoding", "text", b"x" * size + b"\xff"),
-        ("utf-16", "text", "x".encode("utf-16") * 100),
         ("npy", "array", npy(shape % (1 << 60))),
-        ("npy2", "array", npy(shape % (1 << 40), b"\x02\x00")),
-        ("npy-negative", "array", npy(shape % -1)),
         ("npy-nested", "array", npy("(" * 100)),
     ]
     cases = []
@@ -404,7 +345,6 @@ def _unfolding(handler: Handler, path: Path, start: int, stop: int) -> bool:
 
 
 def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let the machine have `size` bytes of memory."""
     values = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
     sysconf = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: values.get(name) or sysconf(name))
@@ -414,7 +354,6 @@ def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def test_an_endless_index_is_refused(
     answer: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of 256 MB, so that the test is quick."""
     machine_memory(monkeypatch, 256 << 20)
     (tmp_path / "index.json").touch()
     with (
@@ -427,43 +366,16 @@ def test_an_endless_index_is_refused(
 def test_an_index_is_parsed_only_if_it_fits_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_shards(tmp_path / "set", [8])
-    wt.index(folder)
+    wt.index(write_shards(tmp_path / "set", [8]))
     machine_memory(monkeypatch, 128 * 200)
     with pytest.raises(ShardError, match="bytes of JSON; 200 is the limit"):
-        wt.Loader(folder)
+        wt.Loader(tmp_path / "set")
 
 
-def test_an_index_with_a_shard_larger_than_any_disk_is_refused(tmp_path: Path) -> None:
-    """With a cache, which would allocate space for such a shard."""
-    folder = write_shards(tmp_path / "set", [8])
-    wt.index(folder)
-    document = json.loads((folder / "index.json").read_text())
-    document["shardlist"][0] |= {"filesize": (1 << 62) - 1, "sha256": "0" * 64}
-    (folder / "index.json").write_text(json.dumps(document))
-    with serving(folder) as server:
-        loader = wt.Loader(server.url, batch_size=4, cache_dir=tmp_path / "cache")
-        says = r"its index says 4611686018427387903: it was cut or changed"
-        with pytest.raises(ShardError, match=says):
-            next(iter(loader))
-        loader.close()
-    assert not list((tmp_path / "cache").rglob("*.tar*"))
-
-
-def test_reasons_of_bad_samples_are_truncated(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "set", [4])
-
+def test_reasons_of_bad_samples_are_truncated(shards: Path) -> None:
     def verbose(sample: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("no" * 1_000_000)
 
     with pytest.raises(SampleError, match="transform raised ValueError: no") as raised:
-        list(wt.Loader(folder, transform=verbose, batch_size=2))
+        list(wt.Loader(shards, transform=verbose, batch_size=2))
     assert len(str(raised.value)) < 1500
-
-
-def test_the_largest_image_is_equal_for_every_decoder() -> None:
-    from wdstrain.shards.formats import MAX_PIXELS
-
-    assert Image.MAX_IMAGE_PIXELS is not None
-    assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
-    assert PER_PIXEL * MAX_PIXELS < 2.2e9  # as documented in the guide

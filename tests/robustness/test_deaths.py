@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,17 +18,16 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, files_of, picture, write_class_folder, write_shards
-from tests.support.children import ended
 from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
 from wdstrain.conversion.staging import Staging
-from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
-from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.runtime.workers import DeferSignals
+from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index, scan
 from wdstrain.storage.files import is_state, state_of
 from wdstrain.training.checkpoint import BEST, FORMAT, LAST, read_checkpoint, write_checkpoint
+from wdstrain.training.config import read_lines
+from wdstrain.training.run_dir import STEPS, append_line, open_folder
 
 # --- the fault injection script ---
 
@@ -59,25 +55,6 @@ def test_a_fault_of_every_kind_is_survived(part: int) -> None:
     survived("--part", f"{part}/4", "--seed", str(DAY), times=1)
 
 
-@pytest.mark.slow
-def test_a_fault_that_is_not_survived_is_printed_with_the_command_to_repeat(tmp_path: Path) -> None:
-    """Without flushing, a power cut loses data of files that have their final name."""
-    broken = tmp_path / "wdstrain"
-    shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (broken / "storage" / "files.py").read_text()
-    flushing = "    sync(temporary)\n"
-    assert text.count(flushing) == 1
-    (broken / "storage" / "files.py").write_text(text.replace(flushing, ""))
-    run = [sys.executable, "-m", "tests.fault_injection.run", "power-cut checkpoint"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    options: dict[str, Any] = {"cwd": tmp_path, "env": environment}
-    done = subprocess.run([*run, "--times", "12"], capture_output=True, text=True, **options)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not all survived" in done.stdout
-    again = "again: python -m tests.fault_injection.run 'power-cut checkpoint writing'"
-    assert re.search(rf"{again} --seed 0 --only \d+", done.stdout)
-
-
 # --- conversions ---
 
 
@@ -94,7 +71,6 @@ def check_another_source_between(
 
 
 def test_spilled_samples_overwritten_by_another_stream_are_not_used(tmp_path: Path) -> None:
-    """Both streams were spilled, and no shard was written; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
 
@@ -121,44 +97,15 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
 
 def test_a_finished_conversion_does_not_remove_staging_files_of_the_next(tmp_path: Path) -> None:
     """A second conversion begins while the first, already complete, removes its staging files."""
-    fork = multiprocessing.get_context("fork")
-    began, ended, go_on = fork.Event(), fork.Event(), fork.Event()
-
-    def wait() -> None:
-        began.set()
-        assert go_on.wait(30)
-
-    def first() -> None:
-        with watched_calls("unlink", r"/\.unfinished/owner", wait):
-            wt.pack([{"txt": "one"}], str(tmp_path / "out"))
 
     def second() -> None:
         with pytest.raises(UsageError, match="another conversion is writing into"):
-            wt.pack([{"txt": "two"}], str(tmp_path / "out"), overwrite=True)
-        ended.set()
+            wt.pack([{"txt": "two"}], tmp_path / "out", overwrite=True)
 
-    first_process, second_process = fork.Process(target=first), fork.Process(target=second)
-    first_process.start()
-    assert began.wait(30)
-    second_process.start()
-    assert ended.wait(30)
-    go_on.set()
-    for process in (first_process, second_process):
-        process.join(30)
-        assert process.exitcode == 0
-    wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
+    with watched_calls("unlink", r"/\.unfinished/owner", second):
+        wt.pack([{"txt": "one"}], tmp_path / "out")
+    wt.pack([{"txt": "three"}], tmp_path / "out", overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
-
-
-def test_a_refused_conversion_leaves_no_staging_directory(tmp_path: Path) -> None:
-    """Another conversion ends while this one waits for the lock."""
-    shard = tmp_path / "train-000000.tar"
-    with (
-        watched_calls("flock", "/owner", shard.touch, fcntl),
-        pytest.raises(UsageError, match="holds 1 files"),
-    ):
-        Staging(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [shard]
 
 
 def test_the_lock_of_a_removed_staging_directory_has_no_effect(tmp_path: Path) -> None:
@@ -285,59 +232,16 @@ def test_the_best_checkpoint_gets_its_name_before_the_last(tmp_path: Path) -> No
     assert all(read_checkpoint(str(tmp_path / name))["model"]["w"][0] == 2 for name in (BEST, LAST))
 
 
-def test_without_links_a_copy_is_flushed_before_it_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: set[int] = set()
-    fsync, replace = os.fsync, os.replace
-
-    def no_link(*_: Any, **__: Any) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    def flush(fd: int) -> None:
-        flushed.add(os.fstat(fd).st_ino)
-        fsync(fd)
-
-    def rename(source: str, target: str) -> None:
-        assert os.stat(source).st_ino in flushed, target
-        replace(source, target)
-
-    monkeypatch.setattr(os, "link", no_link)
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "replace", rename)
-    write_checkpoint(str(tmp_path), state(1), 1, keep=2, best=True)
-    assert sorted(os.listdir(tmp_path)) == [BEST, LAST, "step-00000001.pt"]
-
-
-def test_a_killed_worker_is_not_reported_as_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dies(*_: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
-
-    monkeypatch.setattr(torch, "save", dies)
-    with pytest.raises(WdstrainError, match="a worker process of the loader died") as raised:
-        write_checkpoint(str(tmp_path), state(1), 1, keep=2)
-    assert not isinstance(raised.value, StorageError)
-
-
 def test_random_bytes_in_the_metrics_file_are_ignored(tmp_path: Path) -> None:
-    """A power cut may leave such bytes at the end of an appended file."""
-    from wdstrain.training.config import read_lines
-    from wdstrain.training.run_dir import STEPS, append_line
-
-    path = str(tmp_path / STEPS)
-    append_line(path, {"step": 1})
-    with open(path, "ab") as file:
+    append_line(str(tmp_path / STEPS), {"step": 1})
+    with open(tmp_path / STEPS, "ab") as file:
         file.write(b"\xff\xfe\x00\x00\x80 noise")
-    assert read_lines(path) == [{"step": 1}]
+    assert read_lines(str(tmp_path / STEPS)) == [{"step": 1}]
 
 
 def test_a_run_killed_before_it_wrote_its_configuration_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run_dir import open_folder
-
     with monkeypatch.context() as patch, ended_at("replace", ".*"), ExitStack() as stack:
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up
         open_folder(str(tmp_path / "run"), "", stack, overwrite=False, resume=False)
@@ -389,74 +293,3 @@ def test_out_of_memory_is_an_error_with_advice(
     ):
         list(loader)
     assert value is huge or isinstance(raised.value, SampleError)
-
-
-_LIMITED = """
-import resource, sys
-import wdstrain as wt
-
-class Limited:
-    names, example = ("cls",), None
-
-    def read(self, name, data, out, draws):
-        pages = int(open("/proc/self/statm").read().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY))
-        return bytes(1 << 30)
-
-loader = wt.Loader(sys.argv[1], {"label": Limited()}, batch_size=4, num_workers=2, multiprocessing_context="fork")
-try:
-    list(loader)
-except wt.SampleError as error:
-    print(error)
-"""
-
-
-def test_a_worker_without_memory_at_its_first_sample_reports_it(shards: Path) -> None:
-    """A thread that the worker starts at that moment never begins, and Python waits for it."""
-    done = ended(_LIMITED, shards)
-    assert ADVICE in done.out, done.err
-
-
-def test_the_signal_of_a_dead_worker_is_deferred_during_a_process_start() -> None:
-    """torch raises in a SIGCHLD handler; within a fork, Python would print and drop the error."""
-
-    def handler(*_: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
-
-    reached: list[bool] = []
-
-    def within() -> None:
-        with DeferSignals():
-            signal.raise_signal(signal.SIGCHLD)
-            reached.append(True)
-
-    former = signal.signal(signal.SIGCHLD, handler)
-    try:
-        with pytest.raises(RuntimeError, match="is killed by signal") as raised:
-            within()
-        assert reached
-        assert signal.getsignal(signal.SIGCHLD) == handler
-        with DeferSignals():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program's own handler, as torch's
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGCHLD, former)
-    with pytest.raises(WdstrainError) as death, WorkerDeathsAsErrors():
-        raise raised.value
-    assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death.value)
-    with pytest.raises(RuntimeError, match="of something else"), WorkerDeathsAsErrors():
-        raise RuntimeError("of something else")
-
-
-def test_a_sigchld_handler_set_during_deferral_calls_the_previous_handler() -> None:
-    """torch sets its handler once, and it then always calls the handler it replaced."""
-    called: list[int] = []
-    former = signal.signal(signal.SIGCHLD, lambda number, _: called.append(number))
-    try:
-        with DeferSignals():
-            actual: Any = signal.getsignal(signal.SIGCHLD)
-            signal.signal(signal.SIGCHLD, lambda number, frame: actual(number, frame))
-        signal.raise_signal(signal.SIGCHLD)
-        assert called == [signal.SIGCHLD]
-    finally:
-        signal.signal(signal.SIGCHLD, former)

@@ -58,19 +58,15 @@ def judged(data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "manifest.csv", newline="") as file:
-        return list(csv.DictReader(file))
+def packed(folder: Path, out: Path, is_readable: bool, between: bytes | None = None) -> list[str]:
+    """Write a shard of the files that Pillow can read, or cannot; return their names.
 
-
-def packed(
-    folder: Path, out: Path, accepts: Callable[[str], bool], *, between: bytes | None = None
-) -> list[str]:
-    """Write a shard of the files with this outcome in Pillow, each followed by an intact image if
-    `between`; return their names.
+    between: an intact image that follows each.
     """
     samples: list[Sample] = []
-    names = [row["file"] for row in rows(folder) if accepts(row["pillow_rgb"])]
+    with open(folder / "manifest.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [row["file"] for row in rows if row["pillow_rgb"].startswith("ok") == is_readable]
     for number, name in enumerate(names):
         kind = Path(name).suffix[1:].lower()
         kind = kind if kind in EXTENSIONS else {"mpo": "jpg", "apng": "png"}[kind]
@@ -90,7 +86,7 @@ def test_readable_files_have_the_right_pixels(
     data: Callable[[str], Path], judged: Path, tmp_path: Path, num_workers: int
 ) -> None:
     folder = data("difficult")
-    names = packed(folder, tmp_path, lambda fate: fate.startswith("ok"))
+    names = packed(folder, tmp_path, is_readable=True)
     loader = wt.Loader(tmp_path, FIELDS, batch_size=1, shuffle=False, num_workers=num_workers)
     pixels_by_name = {b["name"][0]: np.asarray(b["image"][0]).transpose(1, 2, 0) for b in loader}
     loader.close()
@@ -120,7 +116,7 @@ def test_unreadable_files_are_bad_samples_and_affect_no_other(
 ) -> None:
     folder = data("difficult")
     assert (judged / "broken_data_stream.png.died").exists()  # it kills torchvision's decoder
-    names = packed(folder, tmp_path, lambda fate: not fate.startswith("ok"), between=picture(7))
+    names = packed(folder, tmp_path, is_readable=False, between=picture(7))
     options: dict[str, Any] = {"num_workers": num_workers, "on_error": "replace", "max_errors": 1.0}
     loader = wt.Loader(tmp_path, FIELDS, batch_size=2, shuffle=False, **options)
     batches = list(loader)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 
 import pytest
 
-import wdstrain as wt
 from wdstrain.cli import main
 from wdstrain.errors import StorageError
 from wdstrain.serve import Server
@@ -35,19 +33,17 @@ Answer = tuple[int, http.client.HTTPMessage, bytes]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all kinds of entries, and a secret beside it."""
     root = tmp_path_factory.mktemp("serving")
     shards = root / "shards"
-    (shards / "sub").mkdir(parents=True)
-    (shards / ".hidden").mkdir()
-    (root / "shards-not").mkdir()
     for place in (
         "secret.tar",
         "shards-not/secret.tar",
         "shards/.secret.tar",
         "shards/.hidden/s.tar",
     ):
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_bytes(b"hushhush")
+    (shards / "sub").mkdir()
     for name in ("a.tar", "index.json", "page.html", "plain", "sub/b.tar", STRANGE):
         (shards / name).write_bytes(BYTES)
     (shards / "empty.tar").touch()
@@ -90,7 +86,6 @@ def ask(
 
 
 def raw(server: Server, target: bytes) -> tuple[int, bytes]:
-    """Return status and complete response for a target of any bytes."""
     with socket.create_connection(address(server), timeout=20) as plugged:
         plugged.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         response = rest_of(plugged)
@@ -103,7 +98,6 @@ def address(server: Server) -> tuple[str, int]:
 
 
 def rest_of(plugged: socket.socket) -> bytes:
-    """Return all bytes until the server closes the connection."""
     received = bytearray()
     while chunk := plugged.recv(MB):
         received += chunk
@@ -128,70 +122,56 @@ def test_any_range_of_a_file_equals_a_slice_of_it(server: Server) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("words", ["bytes=0-1,5-6", "lines=1-2", "bytes=5-2", "bytes=x-", "bytes="])
-def test_an_unsupported_range_returns_the_complete_file(server: Server, words: str) -> None:
-    assert ask(server, "/a.tar", Range=words)[::2] == (200, BYTES)
-
-
-def test_a_range_beyond_the_end_is_refused_with_the_size(server: Server) -> None:
+def test_unsupported_ranges_get_the_complete_file_and_ranges_beyond_the_end_its_size(
+    server: Server,
+) -> None:
+    for words in ("bytes=0-1,5-6", "lines=1-2", "bytes=5-2", "bytes=x-", "bytes="):
+        assert ask(server, "/a.tar", Range=words)[::2] == (200, BYTES)
     for words in ("bytes=10000-", "bytes=999999-1000000"):
         status, headers, body = ask(server, "/a.tar", Range=words)
         assert (status, headers["Content-Range"]) == (416, "bytes */10000")
-        assert not set(body) & set(BYTES) or len(body) < 200
+        assert len(body) < 200
     status, headers, body = ask(server, "/empty.tar")
     assert (status, headers["Content-Length"], body) == (200, "0", b"")
     assert ask(server, "/empty.tar", Range="bytes=0-")[0] == 416
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"):
+        assert ask(server, "/a.tar", method)[0] == 501
 
 
-def test_ranges_beyond_four_gigabytes_are_served(tmp_path: Path) -> None:
-    with open(tmp_path / "far.tar", "wb") as file:
-        file.truncate((5 << 30) - 3)
-        file.seek(5 << 30)
-        file.write(b"end")
-    with Server(tmp_path) as server:
-        assert ask(server, "/far.tar", Range=f"bytes={5 << 30}-")[2] == b"end"
-
-
-def test_head_has_the_headers_of_get_and_ignores_ranges(server: Server) -> None:
-    names = ("Content-Length", "Content-Type", "ETag", "Last-Modified", "Accept-Ranges")
-    status, headers, body = ask(server, "/a.tar", "HEAD", Range="bytes=0-3")
-    _, expected, _ = ask(server, "/a.tar")
-    assert (status, body) == (200, b"")
-    assert [headers[name] for name in names] == [expected[name] for name in names]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("a.tar", "application/x-tar"), ("index.json", "application/json")]
-    + [(name, "application/octet-stream") for name in ("page.html", "plain")],
-)
-def test_no_file_has_the_content_type_of_html(server: Server, name: str, kind: str) -> None:
-    headers = ask(server, f"/{name}")[1]
-    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == (kind, "nosniff")
-
-
-def test_conditional_requests_are_supported(server: Server) -> None:
-    headers = ask(server, "/a.tar")[1]
-    tag, modified = headers["ETag"], headers["Last-Modified"]
-    assert ask(server, "/a.tar", If_Match=f'"other", {tag}')[0] == 200
-    assert ask(server, "/a.tar", If_Match="*")[0] == 200
-    assert ask(server, "/a.tar", If_Match='"other"')[0] == 412
-    for known in (tag, modified):
-        assert ask(server, "/a.tar", If_Range=known, Range="bytes=0-1")[::2] == (206, BYTES[:2])
-    for old in (f"W/{tag}", '"other"', "Thu, 01 Jan 1970 00:00:01 GMT"):
-        assert ask(server, "/a.tar", If_Range=old, Range="bytes=0-1")[::2] == (200, BYTES)
+def test_head_has_the_headers_of_get_and_no_file_has_the_content_type_of_html(
+    server: Server,
+) -> None:
+    connection = connect(server)
+    kinds = {"a.tar": "x-tar", "index.json": "json", "page.html": "octet-stream"}
+    for name, kind in kinds.items():
+        _, expected, _ = ask(connection, f"/{name}")
+        plugged = connection.sock
+        status, headers, body = ask(connection, f"/{name}", "HEAD", Range="bytes=0-3")
+        assert (status, body) == (200, b"")
+        assert connection.sock is plugged  # kept alive
+        assert headers["Content-Type"] == f"application/{kind}"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        for field in ("Content-Length", "ETag", "Last-Modified", "Accept-Ranges"):
+            assert headers[field] == expected[field]
+    connection.close()
 
 
 def test_ranges_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"old" * 100)
     with Server(tmp_path) as server:
-        tag = ask(server, "/a.tar", Range="bytes=0-9")[1]["ETag"]
+        headers = ask(server, "/a.tar")[1]
+        tag, modified = headers["ETag"], headers["Last-Modified"]
+        assert ask(server, "/a.tar", If_Match=f'"other", {tag}')[0] == 200
+        assert ask(server, "/a.tar", If_Match="*")[0] == 200
+        for known in (tag, modified):
+            assert ask(server, "/a.tar", If_Range=known, Range="bytes=0-1")[::2] == (206, b"ol")
         (tmp_path / "new").write_bytes(b"new" * 100)
         os.utime(tmp_path / "new", (1, 1))
         os.replace(tmp_path / "new", tmp_path / "a.tar")
         assert ask(server, "/a.tar", If_Match=tag, Range="bytes=10-19")[0] == 412
-        response = ask(server, "/a.tar", If_Range=tag, Range="bytes=10-19")
-        assert response[::2] == (200, b"new" * 100)
+        for old in (tag, f"W/{tag}", '"other"', "Thu, 01 Jan 1970 00:00:09 GMT"):
+            response = ask(server, "/a.tar", If_Range=old, Range="bytes=10-19")
+            assert response[::2] == (200, b"new" * 100)
 
 
 # --- access ---
@@ -225,15 +205,20 @@ def test_files_outside_the_folder_and_hidden_files_are_not_served(server: Server
             assert b"root:" not in body, target
 
 
-def test_links_within_the_folder_are_followed(server: Server) -> None:
+def test_links_within_the_folder_and_the_folder_itself_are_followed(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
     for name in ("near.tar", "nearby/b.tar"):
         assert ask(server, f"/{name}")[::2] == (200, BYTES)
     assert ask(server, "/store.tar")[::2] == (200, b"hushhush")
+    (tmp_path / "link").symlink_to(folder)
+    with Server(tmp_path / "link") as other:
+        assert ask(other, "/one.tar")[2] == b"1"
 
 
 def test_a_link_that_changes_during_requests_serves_no_outside_file(tmp_path: Path) -> None:
     (tmp_path / "shards" / "sub").mkdir(parents=True)
-    (tmp_path / "shards" / "sub" / "b.tar").write_bytes(b"b")
+    (tmp_path / "shards/sub/b.tar").write_bytes(b"b")
     (tmp_path / "secret.tar").write_bytes(b"hushhush")
     over, shards = threading.Event(), tmp_path / "shards"
 
@@ -246,63 +231,17 @@ def test_a_link_that_changes_during_requests_serves_no_outside_file(tmp_path: Pa
 
     changing = threading.Thread(target=change)
     with Server(shards) as server:
-        connection = connect(server)
         changing.start()
         try:
-            names = ["/link/secret.tar", "/link/b.tar"] * 300
-            answers = [ask(connection, name) for name in names]
+            answers = [ask(server, f"/link/{name}.tar") for name in ["secret", "b"] * 200]
         finally:
             over.set()
             changing.join()
-            connection.close()
     assert {status for status, _, _ in answers} == {200, 404}
     assert all(b"hushhush" not in body for _, _, body in answers)
 
 
-def test_a_folder_that_is_a_link_is_served(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(folder)
-    with Server(tmp_path / "link") as server:
-        assert ask(server, "/one.tar")[2] == b"1"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").touch(0)
-    with Server(tmp_path) as server:
-        assert ask(server, "/a.tar")[0] == 403
-
-
 # --- connections ---
-
-
-def test_a_connection_is_kept_alive_between_requests(server: Server) -> None:
-    connection = connect(server)
-    connection.connect()
-    first = connection.sock
-    for path, status in (("/a.tar", 200), ("/nothing", 404), ("/", 404), ("/a.tar", 200)):
-        assert ask(connection, path)[0] == status
-        assert connection.sock is first
-    connection.close()
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"])
-def test_other_methods_are_refused(server: Server, method: str) -> None:
-    assert ask(server, "/a.tar", method)[0] == 501
-
-
-def test_many_concurrent_clients_get_their_own_bytes(server: Server) -> None:
-    def client(number: int) -> bool:
-        draw, connection = random.Random(number), connect(server)
-        for _ in range(20):
-            start = draw.randrange(9000)
-            body = ask(connection, "/a.tar", Range=f"bytes={start}-{start + 999}")[2]
-            if body != BYTES[start : start + 1000]:
-                return False
-        connection.close()
-        return True
-
-    with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(client, range(32)))
 
 
 def test_sending_a_shrinking_file_closes_the_connection(tmp_path: Path) -> None:
@@ -335,26 +274,6 @@ def test_close_does_not_wait_for_idle_or_stalled_clients(tmp_path: Path) -> None
 # --- with the loader ---
 
 
-def test_a_loader_reads_from_the_server_as_from_the_disk(tmp_path: Path) -> None:
-    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(300))
-    wt.pack(rows, str(tmp_path / "shards"), max_shard_size=200_000)
-
-    def epoch(urls: str) -> list[Any]:
-        loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100)
-        batches = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
-        loader.close()
-        return batches
-
-    expected = epoch(str(tmp_path / "shards"))
-    last = len(list((tmp_path / "shards").glob("*.tar"))) - 1
-    with Server(tmp_path) as server:
-        assert last > 1
-        pattern = f"shards/train-{{000000..{last:06d}}}.tar"
-        for address in ("shards", "shards/", "shards/index.json", pattern):
-            assert epoch(server.url + address) == expected
-        assert main(["verify", f"{server.url}shards"]) == 0
-
-
 # --- the command ---
 
 
@@ -362,55 +281,41 @@ def test_a_loader_reads_from_the_server_as_from_the_disk(tmp_path: Path) -> None
 def test_the_command_serves_until_a_signal_and_prints_totals(
     folder: Path, sent: signal.Signals
 ) -> None:
-    words = ["--json"] if sent == signal.SIGTERM else []
+    words = ["--json", "--host", "0.0.0.0"] if sent == signal.SIGTERM else []
     command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--port", "0", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        match = re.fullmatch(
-            r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n", line
-        )
+        begun = r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n"
+        match = re.fullmatch(begun, line)
         assert match, line
-        assert match[1] == str(folder.resolve())
+        if words:
+            warning = r"Everyone who reaches this machine \(.+\) can read this folder"
+            assert re.match(warning, process.stderr.readline())
         connection = http.client.HTTPConnection("127.0.0.1", int(match[3]), timeout=20)
         assert ask(connection, "/a.tar", Range="bytes=5-9")[2] == BYTES[5:10]
-        begun = time.monotonic()
         process.send_signal(sent)
-        out, err = process.communicate(timeout=20)
-        assert time.monotonic() - begun < 5
+        out, err = process.communicate(timeout=5)
         connection.close()
     assert (process.returncode, err) == (0, "")
     if words:
         report = json.loads(out)
         assert report.pop("seconds") > 0
         assert report == {"folder": match[1], "url": match[2], "requests": 1, "bytes": 5}
+        assert match[1] == str(folder.resolve())
     else:
         assert re.fullmatch(r"served 1 request, 0\.0 MB, in \d+ s\n", out)
-
-
-def test_the_help_of_serve_has_an_example(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    assert "example: wdstrain serve " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
         (["absent"], 2, "absent cannot be served: No such file or directory.\nhint: Name a folder"),
-        (["file"], 2, "file cannot be served: Not a directory.\nhint: Name a folder"),
         (
             [".", "--port", "{taken}"],
             1,
-            "nothing can listen at --host 127.0.0.1, --port {taken}: [Errno 98] Address already in use.\n"
-            "hint: Choose 127.0.0.1 or 0.0.0.0, and a port above 1023; 0 is any free one.",
-        ),
-        (
-            [".", "--host", "192.0.2.1"],
-            1,
-            "--port 8000: [Errno 99] Cannot assign requested address",
+            "--port {taken}: [Errno 98] Address already in use.\nhint: Ch",
         ),
         ([".", "--host", "a..b"], 1, "nothing can listen at --host a..b, --port 8000: [Errno -2]"),
         ([".", "--port", "70000"], 1, "nothing can listen at --host 127.0.0.1, --port 70000: "),
@@ -418,15 +323,8 @@ def test_the_help_of_serve_has_an_example(capsys: Any) -> None:
     ],
 )
 def test_unservable_folders_and_addresses_are_one_line_errors(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-    words: list[str],
-    status: int,
-    sentence: str,
+    capsys: Any, words: list[str], status: int, sentence: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -437,21 +335,14 @@ def test_unservable_folders_and_addresses_are_one_line_errors(
     assert printed.out == ""
 
 
-def test_serving_beyond_loopback_logs_a_warning(folder: Path) -> None:
-    command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--host", "0.0.0.0"]
-    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert re.search(r"at http://127\.0\.0\.1:\d+/ ", process.stderr.readline())
-        line = process.stderr.readline()
-        assert re.match(r"Everyone who reaches this machine \(.+\) can read this folder", line)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
-
-
-def test_host_names_and_ipv6_addresses_are_supported(folder: Path) -> None:
+def test_host_names_and_ipv6_addresses_are_supported_and_an_address_is_free_again_at_once(
+    folder: Path,
+) -> None:
     with Server(folder, "localhost") as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert server.is_local
+        assert ask(server, "/one.tar")[2] == b"1"
+    with Server(folder, port=address(server)[1]) as server:  # without waiting for TIME_WAIT
         assert ask(server, "/one.tar")[2] == b"1"
     try:
         newer = Server(folder, "::1")
@@ -459,14 +350,4 @@ def test_host_names_and_ipv6_addresses_are_supported(folder: Path) -> None:
         pytest.skip("this machine has no IPv6")
     with newer as server:
         assert server.url.startswith("http://[::1]:")
-        assert ask(server, "/one.tar")[2] == b"1"
-
-
-def test_an_address_is_used_by_one_server_at_a_time(folder: Path) -> None:
-    with Server(folder) as server:
-        port = address(server)[1]
-        with pytest.raises(StorageError, match="Address already in use"):
-            Server(folder, port=port)
-        ask(server, "/one.tar")
-    with Server(folder, port=port) as server:  # immediately, without waiting for TIME_WAIT
         assert ask(server, "/one.tar")[2] == b"1"

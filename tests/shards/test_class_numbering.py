@@ -24,7 +24,6 @@ WILD: Labeled = [(f"w{i}", ("wolf", "dog", "fox")[i % 3]) for i in range(9)]
 
 
 def packed(folder: Path, samples: Labeled, classes: Sequence[str], **options: Any) -> Path:
-    """Write shards of samples whose `cls` is a number of these classes."""
     rows = ({"__key__": key, "txt": key, "cls": classes.index(name)} for key, name in samples)
     wt.pack(rows, str(folder), classes=list(classes), shuffle=False, **options)
     return folder
@@ -37,7 +36,6 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def delivered(loader: wt.Loader, classes: Sequence[str]) -> dict[str, str]:
-    """Return the class name that each sample is delivered with."""
     with closing(loader):
         return {
             key: classes[number]
@@ -53,32 +51,24 @@ def loader_of(urls: Any, **options: Any) -> wt.Loader:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("order", [1, -1])
-def test_joined_sets_have_one_numbering(
-    sets: tuple[Path, Path], order: int, num_workers: int
+def test_joined_and_mixed_sets_have_one_numbering(
+    sets: tuple[Path, Path], num_workers: int
 ) -> None:
-    loader = loader_of(sets[::order], batch_size=4, tail="keep", num_workers=num_workers)
-    (label,) = loader.index.labels
-    assert sorted(label.classes) == ["cat", "dog", "fox", "wolf"]
-    assert delivered(loader, label.classes) == dict(PETS + WILD)
+    for urls in (sets, sets[::-1]):
+        loader = loader_of(urls, batch_size=4, tail="keep", num_workers=num_workers)
+        (label,) = loader.index.labels
+        assert sorted(label.classes) == ["cat", "dog", "fox", "wolf"]
+        assert delivered(loader, label.classes) == dict(PETS + WILD)
+    loader = wt.mix(dict(zip("ab", sets, strict=True)), {"y": wt.label()}, batch_size=1)
+    actual = delivered(loader, loader.index.labels[0].classes)
+    assert len(actual) > 15
+    assert actual.items() <= dict(PETS + WILD).items()
 
 
 def test_a_stream_of_sets_with_different_numbers_is_refused(sets: tuple[Path, Path]) -> None:
     for order in (sets, sets[::-1]):
         with pytest.raises(UsageError, match=r"cls differs between these sets.*Use wt\.Loader"):
             wt.stream(order)
-
-
-def test_sets_that_name_one_label_differently_are_streamed(tmp_path: Path) -> None:
-    for name in ("pet", "animal"):
-        label = wt.Label(name, "class", "cls", None, ("cat", "dog"))
-        rows = ({"__key__": f"{name}{n}", "cls": n % 2} for n in range(4))
-        wt.pack(rows, str(tmp_path / name), labels=[label], shuffle=False)
-    sets = [tmp_path / "pet", tmp_path / "animal"]
-    numbers = [sample["cls"] for sample in wt.stream(sets, shuffle=False)]
-    assert numbers == [b"0", b"1"] * 4
-    with closing(wt.Loader(sets, {"y": wt.label()}, batch_size=8, shuffle=False)) as loader:
-        assert next(iter(loader))["y"].tolist() == [0, 1] * 4
 
 
 def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
@@ -102,13 +92,6 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
     assert example({"__key__": "x", "cls": b"10"})["y"] == 2
 
 
-def test_a_mixture_delivers_one_numbering(sets: tuple[Path, Path]) -> None:
-    loader = wt.mix(dict(zip("ab", sets, strict=True)), {"y": wt.label()}, batch_size=1)
-    actual = delivered(loader, loader.index.labels[0].classes)
-    assert len(actual) > 15
-    assert actual.items() <= dict(PETS + WILD).items()
-
-
 def test_given_classes_are_matched_by_name(sets: tuple[Path, Path]) -> None:
     own = ["fox", "cat", "wolf", "hen", "dog"]
     for urls, samples in ((sets, PETS + WILD), (sets[0], PETS), (sets[1], WILD)):
@@ -121,30 +104,15 @@ def test_given_classes_are_matched_by_name(sets: tuple[Path, Path]) -> None:
             loader_of(urls, classes=classes)
 
 
-def test_a_part_of_the_shards_keeps_the_numbering(tmp_path: Path) -> None:
-    options = {"max_shard_samples": 3, "split": {"train": 0.5, "val": 0.5}}
-    packed(tmp_path / "pets", PETS, ["cat", "dog"], **options)
-    packed(tmp_path / "wild", WILD, ["wolf", "fox", "dog"], **options)
-    for split in ("train", "val"):
-        loader = loader_of(f"{tmp_path}/*/{split}-*.tar")
-        actual = delivered(loader, loader.index.labels[0].classes)
-        assert len(actual) > 5
-        assert actual.items() <= dict(PETS + WILD).items()
-
-
 def test_labels_in_a_json_field_are_joined_by_name(tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_bytes(picture(0))
-    for name, words in (("a", ["cat", "dog"]), ("b", ["dog", "ant"])):
-        lines = [f"{tmp_path / 'x.png'},{word},{word}" for word in words]
-        table = tmp_path / f"{name}.csv"
-        table.write_text("\n".join(["file,kind,same", *lines]))
-        labels = ["kind", "same"]  # with several labels, each is an entry of one JSON field
-        wt.convert_table(table, tmp_path / name, image="file", label=labels, shuffle=False)
-    sets, field = [tmp_path / "a", tmp_path / "b"], {"y": wt.label("json.kind")}
-    with closing(wt.Loader(sets, field, batch_size=4, shuffle=False)) as loader:
-        (batch,) = loader
-    classes = loader.index.labels[0].classes
-    assert [classes[number] for number in batch["y"].tolist()] == ["cat", "dog", "dog", "ant"]
+    sets = [tmp_path / "a", tmp_path / "b"]
+    for folder, words in zip(sets, (["cat", "dog"], ["ant", "dog"]), strict=True):
+        rows = [{"__key__": f"{folder.name}{word}", "json": {"kind": word}} for word in words]
+        label = wt.Label("kind", "class", "json", "kind", tuple(words))
+        wt.pack(rows, folder, labels=[label], shuffle=False)
+    loader = wt.Loader(sets, {"y": wt.label("json.kind")}, batch_size=1)
+    actual = delivered(loader, loader.index.labels[0].classes)
+    assert actual == {"acat": "cat", "adog": "dog", "bant": "ant", "bdog": "dog"}
 
 
 def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
@@ -162,14 +130,12 @@ def test_sets_with_and_without_names_stay_apart(sets: tuple[Path, Path], tmp_pat
         ("no label", foreign(tmp_path / "pictures", {"txt": b"x"})),
     ):
         for urls in ([sets[0], other], [other, sets[0]]):
-            with pytest.raises(UsageError, match="label in cls differs") as error:
+            with pytest.raises(
+                UsageError, match=rf"label in cls differs.*(0 cat, 1 dog|{problem})"
+            ):
                 loader_of(urls)
-            assert "0 cat, 1 dog" in str(error.value)
-            assert problem in str(error.value)
             with pytest.raises(UsageError, match="0 cat, 1 dog"):
                 wt.train(urls, tmp_path / "run")
-            with closing(wt.Loader(urls, {"txt": wt.text()}, batch_size=1)) as loader:
-                assert len(list(loader)) in (14, 16)
         with pytest.raises(UsageError, match="label in cls differs"):
             wt.mix({"a": sets[0], "b": other}, {"y": wt.label()}, batch_size=1)
     own = ["dog", "cat", "hen"]  # names given by the caller cannot tell what 1 means there
@@ -180,18 +146,17 @@ def test_sets_with_and_without_names_stay_apart(sets: tuple[Path, Path], tmp_pat
     assert delivered(loader_of([sets[0], unnamed], classes=own), own) == expected
 
 
-@pytest.mark.parametrize("name", ["label", "cls"])
 def test_a_condition_on_incompatible_classes_raises_with_both_numberings(
-    sets: tuple[Path, Path], tmp_path: Path, name: str
+    sets: tuple[Path, Path], tmp_path: Path
 ) -> None:
     numbered = tmp_path / "numbered"
     wt.pack(({"__key__": f"n{i}", "cls": i % 3} for i in range(6)), str(numbered))
     index = wt.open([sets[0], numbered])
-    message = f"no column '{name}': the label in cls differs.*0 cat, 1 dog.*3 classes without names"
+    message = "no column 'label': the label in cls differs.*0 cat, 1 dog.*3 classes without names"
     with pytest.raises(UsageError, match=message):
-        index.where(f"{name} == 1")
+        index.where("label == 1")
     with pytest.raises(UsageError, match=message):
-        wt.Loader(index, balance=name)
+        wt.Loader(index, balance="label")
 
 
 def test_sets_of_numbers_without_names_are_joined_as_numbers(tmp_path: Path) -> None:
@@ -233,15 +198,13 @@ COLORS = {"cat": (220, 30, 30), "dog": (30, 30, 220), "fox": (30, 220, 30)}
 SMALL: dict[str, Any] = {"image_size": 8, "batch_size": 8}
 
 
-def pictures(folder: Path, names: Sequence[str], classes: Sequence[str] | None) -> Path:
-    """Write flat colors, one for each class; without classes, all have the number 1."""
-    prefix = classes[0] if classes else "n"
+def pictures(folder: Path, names: Sequence[str], classes: Sequence[str]) -> Path:
     rows = (
-        {"__key__": f"{prefix}{i}", "png": np.full((8, 8, 3), COLORS[name], np.uint8)}
-        | {"cls": classes.index(name) if classes else 1}
+        {"__key__": f"{classes[0]}{i}", "png": np.full((8, 8, 3), COLORS[name], np.uint8)}
+        | {"cls": classes.index(name)}
         for i, name in enumerate(names)
     )
-    wt.pack(rows, folder, classes=classes or ())
+    wt.pack(rows, folder, classes=classes)
     return folder
 
 
@@ -249,11 +212,9 @@ def pictures(folder: Path, names: Sequence[str], classes: Sequence[str] | None) 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that separates cats from dogs, and of sets beside it."""
     folder = tmp_path_factory.mktemp("trained")
-    names = ["cat", "dog"] * 20
-    for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"]), ("numbered", None)):
-        pictures(folder / name, names, classes)
+    for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+        pictures(folder / name, ["cat", "dog"] * 20, classes)
     pictures(folder / "foxes", ["cat", "fox"], ["fox", "cat"])
-    write_tar(folder / "foreign" / "a.tar", [("f", {"png": picture(0), "cls": b"1"})])
     write_tar(folder / "unlabeled" / "a.tar", [("f", {"png": picture(0)})])
     wt.train(folder / "a", folder / "run", val=folder / "b", epochs=4, lr=0.01, **SMALL)
     return folder
@@ -263,13 +224,12 @@ def test_a_model_is_scored_by_class_name(trained: Path) -> None:
     """Also in the run, whose validation set numbers the classes the other way."""
     last = json.loads((trained / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val"]["accuracy"] == 1
-    a, b = trained / "a", trained / "b"
-    for urls in (a, b, [a, b], [b, a]):
+    for urls in (trained / "b", [trained / "b", trained / "a"]):
         outcome = wt.evaluate(trained / "run" / "checkpoints" / "last.pt", urls)
         assert outcome[1]["accuracy"] == 1
 
 
-@pytest.mark.parametrize("other", ["foxes", "numbered", "foreign", "unlabeled"])
+@pytest.mark.parametrize("other", ["foxes", "unlabeled"])
 def test_sets_with_unknown_classes_are_refused(trained: Path, other: str) -> None:
     checkpoint, run = trained / "run" / "checkpoints" / "last.pt", trained / "run3"
     for urls in ([trained / other], [trained / "a", trained / other]):
@@ -278,13 +238,3 @@ def test_sets_with_unknown_classes_are_refused(trained: Path, other: str) -> Non
         with pytest.raises(UsageError, match="0 cat, 1 dog"):
             wt.train(trained / "a", run, val=urls, epochs=1, **SMALL)
     assert not run.exists()
-
-
-def test_classes_of_joined_sets_are_counted_and_trained_by_name(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    urls, run = [trained / "b", trained / "foxes"], tmp_path / "run"
-    done = wt.train(urls, run, epochs=1, class_weights="balanced", **SMALL)
-    assert done.task.heads[0].classes == ("dog", "cat", "fox")
-    assert "label: cat 21, dog 20, fox 1" in capsys.readouterr().err
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["samples"]

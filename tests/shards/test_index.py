@@ -15,35 +15,25 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_class_folder, write_shards, write_tar
-from tests.support.indexes import with_column
+from tests.conftest import write_shards, write_tar
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import expand
 
 
-def test_unindexed_shards_are_scanned_and_logged(shards: Path) -> None:
+def test_unindexed_shards_are_scanned_and_what_is_no_sample_is_logged(shards: Path) -> None:
     """A second name of a file, which GNU tar stores as a hard link without data, is named."""
     with tarfile.open(shards / "part-002.tar", "a") as tar:
-        for name, kind in (("b.txt", tarfile.LNKTYPE), ("folder", tarfile.DIRTYPE)):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "s000020.txt"
-            tar.addfile(member)
+        member = tarfile.TarInfo("b.txt")
+        member.type, member.linkname = tarfile.LNKTYPE, "s000020.txt"
+        tar.addfile(member)
     reported: list[str] = []
-    index = open_index(str(shards), note=reported.append)
-    assert index.counts.tolist() == [7, 13, 1]
-    assert index.fields == ("cls", "txt")
-    assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
-    (line,) = reported
-    assert "part-000.tar: scanned the headers of 21 samples in" in line
-    assert "Passed over, no part of any sample: 1 times a link or device" in line
-    assert "directory" not in line
+    assert open_index(str(shards), note=reported.append).counts.tolist() == [7, 13, 1]
+    assert "Passed over, no part of any sample: 1 times a link or device" in reported[0]
 
 
 def scanned_samples(urls: Any) -> int:
-    """Return how many samples opening scans."""
     reported: list[str] = []
     open_index(urls, note=reported.append)
     return int(reported[0].split("headers of ")[1].split()[0]) if reported else 0
@@ -83,7 +73,6 @@ def test_a_cached_scan_is_validated_and_repeated_where_it_cannot_be_cached(
 def test_processes_that_start_together_share_one_scan(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads stand for the ranks of a machine: the lock of a file holds between both."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     reported: list[str] = []
     barrier = threading.Barrier(3)
@@ -99,80 +88,21 @@ def test_processes_that_start_together_share_one_scan(
     assert all("wdstrain index" in line for line in reported)
 
 
-def test_a_scan_that_fails_continues_where_it_ended(shards: Path) -> None:
-    whole = (shards / "part-002.tar").read_bytes()
-    os.truncate(shards / "part-002.tar", 512)
-    with pytest.raises(ShardError, match="part-002.tar ends"):
-        open_index(shards)
-    (shards / "part-002.tar").write_bytes(whole)
-    assert scanned_samples(shards) == 1
-    assert len(open_index(shards)) == 21
-
-
-@pytest.mark.parametrize("part", ["start", "stop"])
-def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> None:
-    """Samples are read one after another into separate memory."""
-    index = wt.index(shards)
-    start, size = index.offsets.start.copy(), index.offsets.size.copy()
-    start[3] -= 512 * (part == "start")
-    size[3] += 512
-    lying = with_column(with_column(index, None, "offset", start), None, "size", size)
-    save_index(lying, str(shards))
-    with pytest.raises(ShardError, match="its samples overlap"):
-        open_index(shards)
-
-
-def test_an_index_round_trips_through_its_files(shards: Path) -> None:
-    written, read = wt.index(shards), open_index(shards)
-    for one in ("shards", "fields", "fingerprint"):
-        assert getattr(read, one) == getattr(written, one)
-    for number in range(21):
-        assert read.key(number) == written.key(number)
-        assert read.members(number) == written.members(number)
-    document = json.loads((shards / "index.json").read_text())
-    assert document["__kind__"] == "wids-shard-index-v1"
-    assert [row["nsamples"] for row in document["shardlist"]] == [7, 13, 1]
-
-
-def test_members_keep_the_order_of_their_own_sample(tmp_path: Path) -> None:
-    """The columns of index.arrow have one order of fields for all samples."""
-    one, two = {"a": b"1", "b": b"22"}, {"b": b"333", "a": b"4444"}
-    write_tar(tmp_path / "a.tar", [("k0", one), ("k1", two), ("k2", one)])
-    wt.index(tmp_path)
-    index = wt.open(tmp_path)
-    names = [[(name, size) for name, _, size in index.members(n)] for n in range(3)]
-    assert names == [[("a", 1), ("b", 2)], [("b", 3), ("a", 4)], [("a", 1), ("b", 2)]]
-
-
-@pytest.mark.parametrize("keys", [["\xe41", "\xf62"], ["a\xe4", "bcd"], ["\u4e2d", "abc"]])
-def test_keys_of_equal_bytes_may_have_letters_beyond_ascii(tmp_path: Path, keys: list[str]) -> None:
-    write_tar(tmp_path / "a.tar", [(key, {"txt": b"x"}) for key in keys])
-    assert {len(key.encode()) for key in keys} == {3}
-    assert wt.open(tmp_path).keys(np.arange(2)) == keys
-    with closing(wt.Loader(tmp_path, batch_size=2, shuffle=False)) as loader:
-        assert next(iter(loader))["__key__"] == keys
-
-
 def test_every_kind_of_address_names_the_same_shards(shards: Path) -> None:
     paths = [str(path) for path in sorted(shards.glob("*.tar"))]
+    odd = str(write_tar(shards.parent / "a{0..3}*.tar", [("k", {"txt": b"1"})]))
+    assert expand(odd) == [odd]
     for urls in (
-        str(shards),
         shards,
         f"{shards}/part-*.tar",
         f"{shards}/part-{{000..002}}.tar",
         f"file://{shards}",
-        paths,
         [shards / "part-000.tar", f"{shards}/part-00[12].tar"],
     ):
         assert expand(urls) == paths
     wt.index(shards)
-    for urls in (str(shards), shards / "index.json", paths, f"{shards}/*.tar"):
-        assert [shard.path for shard in open_index(urls).shards] == paths
-
-
-def test_an_existing_file_with_braces_or_stars_in_its_name_is_not_a_pattern(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a{0..3}*.tar", [("k", {"txt": b"1"})])
-    assert expand(str(path)) == [str(path)]
+    for indexed in (str(shards), shards / "index.json", paths, f"{shards}/*.tar"):
+        assert [shard.path for shard in open_index(indexed).shards] == paths
 
 
 @pytest.mark.parametrize(
@@ -182,10 +112,8 @@ def test_an_existing_file_with_braces_or_stars_in_its_name_is_not_a_pattern(tmp_
         (["{empty}"], "holds no index.json and no .tar"),
         (["{empty}/*.tar"], "no file matches this pattern"),
         (["{empty}/a-{{0..2}}.tar"], "a-0.tar: there is no such file"),
-        (["{empty}/a-{{0..2.tar"], "braces do not pair|no such file"),
         (["ftp://host/x.tar"], "ftp:// cannot be read"),
         ([], "no address"),
-        (["{shards}", "{shards}/part-000.tar"], "part-000.tar is named twice"),
     ],
 )
 def test_an_address_without_shards_or_with_two_of_one_is_an_error(
@@ -195,24 +123,6 @@ def test_an_address_without_shards_or_with_two_of_one_is_an_error(
     given = [address.format(empty=tmp_path / "empty", shards=shards) for address in addresses]
     with pytest.raises(UsageError, match=words):
         open_index(given)
-
-
-def test_shards_of_a_packed_folder_keep_their_labels_and_checksums(tmp_path: Path) -> None:
-    """Alone, in part, and when the folder is indexed again."""
-    out = tmp_path / "out"
-    pictures = write_class_folder(tmp_path / "in", {"cat": 6, "dog": 6})
-    packed = wt.convert_folder(pictures, out, max_shard_samples=5)
-    index = open_index(out / "train-000001.tar")
-    assert index.labels[0].classes == ("cat", "dog")
-    assert index.shards[0].sha256
-    assert index.offsets.members.crc.all()
-    both = open_index([out / "train-000002.tar", out / "train-000000.tar"])
-    assert both.counts.tolist() == [2, 5]
-    assert len({both.key(i) for i in range(7)}) == 7
-    again = wt.index(out)
-    assert (again.shards, again.labels) == (packed.shards, packed.labels)
-    assert wt.verify(out).ok
-    assert again.offsets.rows.equals(packed.offsets.rows)
 
 
 def test_shards_that_were_cut_lost_or_never_finished_are_refused(shards: Path) -> None:
@@ -262,15 +172,6 @@ def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> Non
         wt.index([shards, tmp_path / "other"])
 
 
-def test_index_files_of_different_sets_are_refused(shards: Path, tmp_path: Path) -> None:
-    wt.index(shards)
-    other = write_shards(tmp_path / "other", [7, 13, 2])
-    wt.index(other)
-    (other / "index.arrow").rename(shards / "index.arrow")
-    with pytest.raises(ShardError, match="part-002.tar has 3072 bytes, its index says 5120"):
-        open_index(shards)
-
-
 def test_a_set_with_several_splits_needs_the_name_of_one(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [3, 4])
     set_splits(folder, part_000="train", part_001="val")
@@ -280,10 +181,6 @@ def test_a_set_with_several_splits_needs_the_name_of_one(tmp_path: Path) -> None
             wt.Loader(urls)
     both = [folder / "part-000.tar", folder / "part-001.tar"]
     assert len(wt.Loader(both, batch_size=1)) == 7
-    set_splits(folder, part_001="train")  # shards without a split are listed, too
-    words = r"several splits: no split, train. Name one .*part-000.tar, \S*/part-001.tar"
-    with pytest.raises(UsageError, match=words):
-        wt.Loader(folder)
 
 
 def test_an_index_json_of_another_tool_is_ignored(shards: Path) -> None:
@@ -297,44 +194,31 @@ def test_an_index_json_of_another_tool_is_ignored(shards: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    "change",
     [
-        (("shardlist",), None),
-        (("shardlist",), 3),
-        (("shardlist", 0, "nsamples"), 1e300),
-        (("shardlist", 0, "nsamples"), -1),
-        (("shardlist", 0, "filesize"), 2**70),
-        (("wdstrain", "info"), None),
-        (("wdstrain",), []),
-        ((), ""),
-        ((), "[]"),
-        ((), "{}"),
-        ((), '{"wdstrain": 3}'),
-        ((), "nul"),
-        ((), "[" * 100_000),
+        lambda document: document.pop("shardlist"),
+        lambda document: document["shardlist"][0].update(nsamples=-1),
+        lambda document: document["shardlist"][0].update(filesize=2**70),
+        lambda document: document["wdstrain"].pop("info"),
+        lambda document: document["wdstrain"].update(version=1),
+        '{"wdstrain": 3}',
+        "nul",
+        "[" * 100_000,
     ],
-    ids=lambda value: str(value)[:30],
+    ids=range(8),
 )
-def test_json_that_is_no_index_is_refused(shards: Path, place: tuple[Any, ...], value: Any) -> None:
-    """value: at this place of the index; None removes it. Without a place: the text of the file."""
+def test_json_that_is_no_index_is_refused(shards: Path, change: Any) -> None:
     wt.index(shards)
-    text = value
-    if place:
-        document = json.loads((shards / "index.json").read_text())
-        *above, last = place
-        parent = document
-        for name in above:
-            parent = parent[name]
-        parent[last] = value
-        if value is None:
-            del parent[last]
-        text = json.dumps(document)
+    document = json.loads((shards / "index.json").read_text())
+    text = change if isinstance(change, str) else (change(document), json.dumps(document))[1]
     (shards / "index.json").write_text(text)
-    with pytest.raises(ShardError, match="index.json" if place else "is not an index of this pack"):
+    with pytest.raises(
+        ShardError, match=r"index.json.*(is not an index of this pack|wdstrain index)"
+    ):
         open_index(shards)
 
 
-@pytest.mark.parametrize("spelling", ["same", "absolute", "link to folder", "link to shard"])
+@pytest.mark.parametrize("spelling", ["shards", "{}", "folder", "link.tar"])
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_shard_under_two_names_is_refused(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, indexed: bool
@@ -344,32 +228,8 @@ def test_a_shard_under_two_names_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").symlink_to(shards)
     (tmp_path / "link.tar").symlink_to(shards / "part-000.tar")
-    names: dict[str, str | Path] = {
-        "absolute": shards,
-        "link to folder": "folder",
-        "link to shard": "link.tar",
-    }
-    other = names.get(spelling, "shards")
     with pytest.raises(UsageError, match="is named twice .also as shards/part-000.tar"):
-        wt.Loader(["shards", other], batch_size=1)
-
-
-@pytest.mark.parametrize("indexed", [False, True])
-def test_an_address_may_be_spelled_in_any_way(shards: Path, indexed: bool) -> None:
-    if indexed:
-        wt.index(shards)
-    for address in (f"{shards}//part-000.tar", f"{shards}/./part-000.tar"):
-        with wt.Loader([address, shards / "part-001.tar"], batch_size=1) as loader:
-            assert len(loader) == 20
-
-
-def test_hidden_shards_belong_to_their_folder(shards: Path) -> None:
-    (shards / "part-001.tar").rename(shards / ".part-001.tar")
-    assert len(wt.open(shards)) == len(wt.index(shards)) == 21
-    (shards / ".part-009.tar").write_bytes((shards / "part-000.tar").read_bytes())
-    assert [finding.shard for finding in wt.verify(shards).findings] == [
-        str(shards / ".part-009.tar")
-    ]
+        wt.Loader(["shards", spelling.format(shards)], batch_size=1)
 
 
 # --- shards that were replaced after they were indexed ---
@@ -377,7 +237,6 @@ def test_hidden_shards_belong_to_their_folder(shards: Path) -> None:
 
 @pytest.mark.parametrize("how", ["written", "moved"])
 def test_a_shard_that_was_replaced_after_indexing_is_refused(tmp_path: Path, how: str) -> None:
-    """The size is equal, and the samples have other offsets."""
     samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
     other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
     shard = write_tar(tmp_path / "set" / "a.tar", samples)
@@ -393,14 +252,6 @@ def test_a_shard_that_was_replaced_after_indexing_is_refused(tmp_path: Path, how
     with closing(wt.Loader(tmp_path / "set", {"txt": wt.text()}, batch_size=4)) as loader:
         for batch in loader:
             assert batch["__key__"] == [f"s{text}" for text in batch["txt"]]
-
-
-def test_a_set_copied_after_its_index_is_scanned_once(shards: Path, tmp_path: Path) -> None:
-    wt.index(shards)
-    (tmp_path / "copy").mkdir()
-    for name in ("index.json", "index.arrow", *(f"part-00{i}.tar" for i in range(3))):
-        (tmp_path / "copy" / name).write_bytes((shards / name).read_bytes())
-    assert [scanned_samples(tmp_path / "copy"), scanned_samples(tmp_path / "copy")] == [21, 0]
 
 
 # --- checksums, shard by shard ---
@@ -422,30 +273,21 @@ def damaged_set(folder: Path) -> tuple[Path, Path, str]:
     return folder / "packed", folder / "foreign", index.key(6)
 
 
-FIELDS = {
-    "none": None,
-    "loose": {"x": wt.array("npy")},
-    "landing": {"x": wt.array("npy", shape=(64, 64), dtype="uint8")},
-}
-
-
-@pytest.mark.parametrize("fields", list(FIELDS))
-@pytest.mark.parametrize(
-    "how", ["packed first", "foreign first", "mixture", "indexed", "indexed twice"]
-)
+@pytest.mark.parametrize("shape", [None, (64, 64)])
+@pytest.mark.parametrize("how", ["joined", "mixture", "indexed twice"])
 def test_a_packed_shard_keeps_its_checksums_beside_foreign_shards(
-    tmp_path: Path, how: str, fields: str
+    tmp_path: Path, how: str, shape: Any
 ) -> None:
     packed, foreign, key = damaged_set(tmp_path)
-    if "indexed" in how:
+    if how == "indexed twice":
         os.rename(foreign / "a.tar", packed / "a.tar")
-        for _ in how.split()[:2]:
-            wt.index(str(packed))
-    urls = {"packed first": [packed, foreign], "foreign first": [foreign, packed]}.get(how)
-    urls = urls or sorted(packed.glob("*.tar"))
+        wt.index(packed)
+        wt.index(packed)
+    urls = [foreign, packed] if how == "joined" else sorted(packed.glob("*.tar"))
 
     def loader(**options: Any) -> wt.Loader:
-        options |= {"fields": FIELDS[fields], "batch_size": 4}
+        array = wt.array("npy", shape=shape, dtype="uint8") if shape else wt.array("npy")
+        options |= {"fields": {"x": array}, "batch_size": 4}
         if how == "mixture":
             return wt.mix({"a": packed, "b": foreign}, weights={"a": 3, "b": 1}, **options)
         return wt.Loader(urls, **options)
@@ -475,20 +317,18 @@ def test_a_rebuilt_index_counts_samples(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_read_yields_the_chosen_fields_in_the_order_of_the_ids(shards: Path) -> None:
+    """Samples that lie together on a server are read by few requests."""
     index = wt.index(shards)
+    samples = [(number, index[number]) for number in range(21)]
     for ids in ([20, 3, 3, 7], range(21), []):
         for fields in (None, ["txt"], ["cls", "absent"]):
             expected = [
-                (n, {k: v for k, v in index[n].items() if k in (fields or index.fields)})
+                (n, {k: v for k, v in samples[n][1].items() if k in (fields or index.fields)})
                 for n in ids
             ]
             assert list(index.read(ids, fields)) == expected
-
-
-def test_samples_that_lie_together_on_a_server_are_read_by_few_requests(shards: Path) -> None:
-    expected = [fields for _, fields in wt.index(shards).read(range(21))]
     with serving(shards) as server:
-        index = wt.open(server.url)
+        far = wt.open(server.url)
         server.requests.clear()
-        assert [fields for _, fields in index.read(range(21))] == expected
+        assert list(far.read(range(21))) == list(index.read(range(21)))
         assert len(server.requests) == 3

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, write_tar
-from tests.support.outcomes import result_or_refusal
+from tests.conftest import write_tar
 
 KINDS = ["Other", "Pants", "Shirts"]
 ROWS: list[dict[str, Any]] = [
@@ -61,7 +58,6 @@ def keys(index: wt.Index) -> list[str]:
 
 
 def entries(folder: Path, rows: Sequence[dict[str, Any]]) -> wt.Index:
-    """Return an index of samples k000, k001, ... whose json field has these entries."""
     samples = [{"__key__": f"k{n:03d}", "json": row} for n, row in enumerate(rows)]
     return wt.pack(samples, str(folder / "entries"), shuffle=False)
 
@@ -97,31 +93,20 @@ def test_a_condition_selects_as_the_python_expression(
         ("lable == 1", "there is no column 'lable'. Use one of: label, "),
         ("json.colour == 1", "become columns by `wdstrain index --columns`"),
         ("year < 'x'", "a number with a text cannot be compared"),
-        ("code < 3", "a text with a number cannot be compared"),
         ("kind == 'Othr'", "there is no class 'Othr'. Use one of: Other, Pants, Shirts"),
-        ("tags == 'a'", "a list with a text cannot be compared"),
         ("kids == None", "compared with is or is not"),
         ("kind", "Compare it with a value"),
-        ("open('x')", "calls a function"),
         ("kind.upper() == 'X'", "calls a function"),
-        ("(lambda: 1)()", "not allowed in a condition"),
         ("[x for x in tags]", "not allowed in a condition"),
-        ("year / 0 > 1", "divides by 0"),
         ("year % (year - 2000) == 1", "divides by 0"),
         ("year * 9223372036854775807 > 1", "overflow"),
-        ("year == 1e400 * 10 ** 3", "not allowed in a condition"),
-        ("code + 1 == 3", "a text with a number cannot be"),
         ("year in []", "a list of constants that is not empty"),
         ("year in [code]", "not a constant"),
         ("year ==", "is no condition"),
         ("class == 1 and year > 3", "stands in backticks: `class`"),
-        ("json.class == 1", "`json.class`"),
-        ("", "is no condition"),
         ("kids and year > 9999", "holds for none of 60 samples"),
         ("9" * 30 + " < year", "cannot be evaluated"),
         ("not " * 5000 + "kids", "at most 10000 characters"),
-        ("-" * 4000 + "year > 3", ""),
-        ("''.startswith(key)", "not a constant"),
         ("`` == 3", ""),
     ],
 )
@@ -149,19 +134,7 @@ def test_sets_without_a_column_of_the_condition_are_logged_once(
     assert not caplog.records
 
 
-def test_a_selection_can_be_selected_from(index: wt.Index) -> None:
-    small = index.where("year >= 2020").where("kind == 'Pants'").sample(5, seed=3)
-    assert len(small) == 5
-    assert repr(small).startswith("Index(5 samples, ")
-    assert f", {sum(small.table['size'].to_pylist()) / 1e6:.1f} MB" in repr(small)
-    chosen = [int(key[1:]) for key in keys(small)]
-    assert chosen == sorted(chosen)
-    assert all(n >= 20 and n % 3 == 1 for n in chosen)
-    assert [row["year"] for row in small.table.to_pylist()] == [2000 + n for n in chosen]
-
-
 def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
-    """tests/oracle/test_loading.py draws shares, splits and folds."""
     tenth = index.sample(0.1, seed=0)
     assert keys(tenth) == keys(index.sample(6, seed=0))
     assert keys(tenth) != keys(index.sample(0.1, seed=1))
@@ -172,10 +145,9 @@ def test_a_share_is_determined_by_its_seed(index: wt.Index) -> None:
 
 @pytest.mark.parametrize("folds", [3, 5])
 def test_folds_divide_each_class_evenly(tmp_path: Path, folds: int) -> None:
-    sizes = range(1, 60)
-    index = entries(tmp_path, [{"kind": size} for size in sizes for _ in range(size)])
+    index = entries(tmp_path, [{"kind": size} for size in range(1, 60) for _ in range(size)])
     parts = [Counter(v.table["kind"].to_pylist()) for _, v in index.folds(folds, stratify="kind")]
-    for size in sizes:
+    for size in range(1, 60):
         of_class = [part[size] for part in parts]
         assert sum(of_class) == size
         assert max(of_class) - min(of_class) <= 1
@@ -184,14 +156,9 @@ def test_folds_divide_each_class_evenly(tmp_path: Path, folds: int) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        *(
-            (("sample", amount), None)
-            for amount in (0, 0.0, 1.5, -1, 61, True, math.nan, "x", 0.001)
-        ),
+        *((("sample", amount), None) for amount in (0, 1.5, -1, 61, True, math.nan, "x", 0.001)),
         (("split", {"a": 0.5, "b": 0.6}), "must add up to 1"),
         (("split", {"a": 1.2, "b": -0.2}), "above 0"),
-        (("split", {"a": math.nan, "b": 0.5}), "above 0"),
-        (("split", {}), "shares by name"),
         (("split", 0.9), "shares by name"),
         (("split", {"a": 0.999, "b": 0.001}), "'b' gets none of 60"),
         (("split", {"a": 0.5, "b": 0.5}, "colour"), "^there is no column 'colour'"),
@@ -248,72 +215,25 @@ def test_reading_a_damaged_sample_by_key_raises(packed: Path, tmp_path: Path) ->
         index["k030"]
 
 
-# --- columns of numbers ---------------------------------------------------------------------------
-
-LONG = [5, 2**62 + 1, 7, -(2**60)]  # float64 holds neither the second nor its neighbors
-
-
-@pytest.mark.parametrize(
-    "condition",
-    ["id % 2.0 == 1", f"id < {2**62 + 1}", "2.5 < id < 7.5", "id + 0.5 > 6", "third < id"],
-)
-def test_long_integers_are_compared_with_any_number(condition: str, tmp_path: Path) -> None:
-    rows = [{"id": number, "third": number / 3} for number in LONG]
-    expected = [f"k{n:03d}" for n, row in enumerate(rows) if eval(condition, dict(row))]
-    assert keys(entries(tmp_path, rows).where(condition)) == expected
-
-
-@pytest.mark.parametrize("condition", ["x % 3 == 1", "not x % 3 < 1", "-x % 3 >= 2"])
-def test_a_remainder_of_infinity_is_quietly_not_a_number(condition: str, tmp_path: Path) -> None:
-    """JSON stores infinities as texts, and the column holds them as numbers."""
-    numbers: list[Any] = [7.0, math.inf, 6.5, -math.inf, 4.0]
-    index = entries(tmp_path, [{"x": x if math.isfinite(x) else str(x)} for x in numbers])
-    meant = [f"k{n:03d}" for n, x in enumerate(numbers) if eval(condition, {"x": x})]
-    assert keys(index.where(condition)) == meant
-
-
-ZEROS = [0.0, -0.0, 1.5, 2.5] * 4
-
-
-def test_zeros_of_either_sign_are_one_group_and_one_stratum(tmp_path: Path) -> None:
-    index, half = entries(tmp_path, [{"g": value} for value in ZEROS]), {"a": 0.5, "b": 0.5}
+def test_zeros_of_either_sign_are_one_group_one_stratum_and_one_class(tmp_path: Path) -> None:
+    index, half = entries(tmp_path, [{"g": value} for value in [0.0, -0.0, 1.5] * 10]), {"a": 0.5}
+    half["b"] = 0.5
     for seed in range(6):
-        pairs = [(*index.split(half, by="g", seed=seed).values(),)]
-        pairs += index.folds(2, by="g", seed=seed)
-        for one, other in pairs:
+        for one, other in [(*index.split(half, by="g", seed=seed).values(),)]:
             assert not {*one.table["g"].to_pylist()} & {*other.table["g"].to_pylist()}
     parts = index.split(half, stratify="g").values()
-    assert [part.table["g"].to_pylist().count(0.0) for part in parts] == [4, 4]
-
-
-def test_zeros_of_either_sign_are_balanced_as_one_class(tmp_path: Path) -> None:
-    index = entries(tmp_path, [{"g": value} for value in (0.0, -0.0, 1.5) * 10])
+    assert [part.table["g"].to_pylist().count(0.0) for part in parts] == [10, 10]
     fields = {"g": wt.number("json.g")}
     with closing(wt.Loader(index, fields, balance="g", batch_size=10)) as loader:
         counts = Counter(v for batch in loader.epoch(0, until=1) for v in batch["g"].tolist())
     assert counts == {0.0: 15, 1.5: 15}
 
 
-def test_zeros_of_either_sign_are_one_group_of_a_conversion(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(1))
-    table = pa.table({"image": ["a.png"] * 16, "g": ZEROS})
-    pq.write_table(table, tmp_path / "t.parquet")
-    options = {"image": "image", "group_by": "g", "split": {"a": 0.5, "b": 0.5}}
-    values = []
-    for seed in range(3):
-        out = tmp_path / f"out{seed}"
-        wt.convert_table(tmp_path / "t.parquet", out, label="g", seed=seed, **options)
-        values.append([set(wt.open(str(out / f"{s}-*.tar")).table["g"].to_pylist()) for s in "ab"])
-    assert [a & b for a, b in values] == [set()] * 3
-
-
-# --- names of columns -----------------------------------------------------------------------------
-
-MICRO, ANGSTROM, ACCENT, SQUARE = "width_\u00b5m", "\u212b", "e\u0301t", "x\u00b2y"
+MICRO, ANGSTROM, ACCENT = "width_\u00b5m", "\u212b", "e\u0301t"
 
 
 @pytest.mark.parametrize("form", ["{} == 1", "json.{} == 1", "`{}` == 1", "json['{}'] == 1"])
-@pytest.mark.parametrize("names", [[MICRO], [ACCENT], ["\u00e9t", ACCENT], ["\u00c5", ANGSTROM]])
+@pytest.mark.parametrize("names", [[MICRO], ["\u00e9t", ACCENT], ["\u00c5", ANGSTROM]])
 def test_a_column_is_found_by_its_own_name(names: list[str], form: str, tmp_path: Path) -> None:
     """Python's grammar takes equivalent characters for one: names are compared as they are."""
     index = entries(tmp_path, [{name: n - i for i, name in enumerate(names)} for n in range(4)])
@@ -321,10 +241,3 @@ def test_a_column_is_found_by_its_own_name(names: list[str], form: str, tmp_path
         assert keys(index.where(form.format(name))) == [f"k{1 + i:03d}"]
     one = entries(tmp_path / "one", [{names[-1]: 1}, {"other": 2}])
     assert keys(one.where(f"has.{names[-1]}")) == ["k000"]
-
-
-@pytest.mark.parametrize("form", ["{} == 1", "json.{} == 1"])
-def test_a_name_that_the_grammar_forbids_is_found_or_hinted_at(form: str, tmp_path: Path) -> None:
-    index = entries(tmp_path, [{SQUARE: n} for n in range(4)])
-    found = result_or_refusal(lambda: keys(index.where(form.format(SQUARE))))
-    assert found == ["k001"] or "backtick" in found or f"`{SQUARE}`" in found

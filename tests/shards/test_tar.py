@@ -59,7 +59,6 @@ def write_members(path: Path, *members: tuple[str, bytes, bytes], format: int = 
 
 
 def gnu_tar(folder: Path, files: dict[str, bytes], *commands: str) -> Path:
-    """Write <name>.bin, run GNU tar, and return the path of t.tar."""
     for name, data in files.items():
         (folder / f"{name}.bin").write_bytes(data)
     for command in commands:
@@ -67,17 +66,12 @@ def gnu_tar(folder: Path, files: dict[str, bytes], *commands: str) -> Path:
     return folder / "t.tar"
 
 
-def test_written_shards_are_read_back_by_the_package_and_other_tools(odd: Path) -> None:
+def test_written_shards_are_read_back_by_the_package_webdataset_and_gnu_tar(odd: Path) -> None:
     assert read(odd) == read_with_webdataset([odd]) == ODD
-    names = [f"{key}.{name}" for key, fields in ODD for name in fields]
-    with tarfile.open(odd) as tar:
-        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    assert list(members.items()) == list(
-        zip(names, [data for _, fields in ODD for data in fields.values()], strict=True)
-    )
     words = ["tar", "--quoting-style=literal", "-tf", odd]
     listed = subprocess.run(words, capture_output=True, check=True)
     assert listed.stderr == b""
+    names = [f"{key}.{name}" for key, fields in ODD for name in fields]
     assert listed.stdout.decode().splitlines() == names
 
 
@@ -119,19 +113,11 @@ def test_names_are_split_as_webdataset_splits_them() -> None:
     assert split_name("a/.hidden") is None  # here webdataset takes the folder for the key
 
 
-def test_skipped_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
-    members = [("README", REGTYPE, b""), ("a.txt", REGTYPE, b""), ("l.txt", SYMTYPE, b"")]
-    skipped = SkippedMembers()
-    assert read(write_members(tmp_path / "t.tar", *members), skipped) == [("a", {"txt": b""})]
-    assert skipped == {"no key in the name": 1, "a link or device": 1}
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (b"\x1f\x8b\x08" + bytes(600), "gzip"),
         (b"<html>" + bytes(1018), "no valid tar header"),
-        (b"", "was cut"),
         (header("a.jpg", 0) * 2 + bytes(1024), "two members named 'a.jpg'"),
         (
             b"".join(header(name, 1) + b"1" + bytes(511) for name in ("a.jpg", "b.jpg", "a.cls"))
@@ -161,37 +147,16 @@ def test_a_member_needs_a_name() -> None:
         header("", 1)
 
 
-def test_a_shard_with_zeroed_blocks_or_joined_tars_is_refused(odd: Path, tmp_path: Path) -> None:
-    data, path = odd.read_bytes(), tmp_path / "d.tar"
-    half = len(ODD[0][1]["jpg"]) // 512 * 512 + 1024
-    words = "several tars|not the end|damaged|no valid tar header"
-    for damaged in (
-        data + data,
-        data[:half] + bytes(20_480),
-        data[:half] + bytes(512) + data[half + 512 :],
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ShardError, match=words):
-            read(path)
-    for more in (0, 512, 9216):  # padding of GNU tar's last record
-        path.write_bytes(data + bytes(more))
-        assert read(path) == ODD
-
-
 @pytest.mark.parametrize(
     "commands",
     [
-        "-b 1 -cf t.tar a.bin b.bin c.bin",
-        "-b 64 -cf t.tar a.bin b.bin c.bin",
         "-b 2048 -cf t.tar a.bin b.bin c.bin",
-        "-cf t.tar a.bin; -cf x.tar b.bin c.bin; -Af t.tar x.tar",
         "-cf t.tar a.bin; -cf x.tar b.bin; -cf y.tar c.bin; -Af t.tar x.tar; -Af t.tar y.tar",
         "-b 64 -cf t.tar a.bin; -cf x.tar b.bin c.bin; -b 64 -Af t.tar x.tar",
         "-cf t.tar a.bin; -rf t.tar b.bin c.bin",
     ],
 )
 def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: str) -> None:
-    """Truncation is an error; so are zeros at the end that begin within a member."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
     tar = gnu_tar(tmp_path, files, *commands.split("; "))
     expected = [(name, {"bin": data}) for name, data in files.items()]
@@ -216,33 +181,15 @@ def test_tars_padded_or_joined_by_gnu_tar_are_intact(tmp_path: Path, commands: s
     "commands",
     [
         "-b 41 -cf t.tar a.bin b.bin c.bin",
-        "-b 100 -cf t.tar a.bin b.bin c.bin",
-        "-b 63 -cf t.tar a.bin; -cf x.tar b.bin c.bin; -b 63 -Af t.tar x.tar",
         "-b 63 -cf t.tar a.bin; -b 100 -rf t.tar b.bin c.bin",
     ],
 )
 def test_zeros_of_other_records_are_refused_and_repaired(tmp_path: Path, commands: str) -> None:
-    """Nearly every size is a whole number of some records: a tar that lost its end to zeros would
-    be taken for a whole one. Only records of 20 blocks and of powers of two are known.
-    """
+    """Only records of 20 blocks and of powers of two are known: others look like a lost end."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"b", "c": b"c" * 2000}
-    gnu_tar(tmp_path, files, *commands.split("; "))
     with pytest.raises(ShardError, match="more than tar adds.*wdstrain repair"):
-        read(tmp_path / "t.tar")
+        read(gnu_tar(tmp_path, files, *commands.split("; ")))
     assert wt.repair(tmp_path / "t.tar", tmp_path / "repaired").samples == 3
-
-
-def test_concatenated_tars_with_zeros_between_them_are_refused(tmp_path: Path) -> None:
-    """GNU tar -A leaves such zeros if it gets several tars, and reads beyond them only with -i."""
-    made = [f"-cf {name}.tar {name}.bin" for name in "abc"]
-    gnu_tar(tmp_path, dict.fromkeys("abc", b"x" * 3000), *made)
-    joined = b"".join((tmp_path / f"{name}.tar").read_bytes() for name in "ab")
-    (tmp_path / "joined.tar").write_bytes(joined)
-    gnu_tar(tmp_path, {}, "-Af a.tar b.tar c.tar")
-    for name, count in (("joined.tar", 2), ("a.tar", 3)):
-        with pytest.raises(ShardError, match="several tars in one.*wdstrain repair"):
-            read(tmp_path / name)
-        assert wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples == count
 
 
 _MEMBERS = [header(f"{n}.cls", 1) + b"1" + bytes(511) for n in range(4)]
@@ -255,21 +202,14 @@ _WHOLE, _ZEROS = b"".join(_MEMBERS), bytes(512)
         pytest.param(_WHOLE + bytes(1 << 20), id="a megabyte of zeros at the end"),
         pytest.param(_WHOLE + _ZEROS * 2 + b"x" * 512, id="bytes after the end"),
         pytest.param(_MEMBERS[0] + _ZEROS * 2 + _WHOLE[1024:] + _ZEROS * 2, id="joined"),
-        *(
-            pytest.param(data, id=name)
-            for name, data in {
-                "no end": _WHOLE,
-                "padding of the last member cut": _WHOLE[:-300],
-                "one zero block": _WHOLE + _ZEROS,
-                "end marker cut": _WHOLE + _ZEROS + bytes(188),
-                "bytes instead of an end": _WHOLE + b"x" * 512,
-                "zero block between members": _MEMBERS[0] + _ZEROS + _WHOLE[1024:] + _ZEROS * 2,
-            }.items()
-        ),
+        pytest.param(_WHOLE, id="no end"),
+        pytest.param(_WHOLE[:-300], id="padding of the last member cut"),
+        pytest.param(_WHOLE + _ZEROS, id="one zero block"),
+        pytest.param(_WHOLE + b"x" * 512, id="bytes instead of an end"),
+        pytest.param(_MEMBERS[0] + _ZEROS + _WHOLE[1024:] + _ZEROS * 2, id="zero block between"),
     ],
 )
 def test_a_shard_of_whole_samples_is_read_or_can_be_repaired(data: bytes, tmp_path: Path) -> None:
-    """To copy such a file again gives the same file; `wdstrain repair` saves every sample."""
     path = tmp_path / "shard.tar"
     path.write_bytes(data)
     assert wt.repair(path, tmp_path / "repaired").samples == 4

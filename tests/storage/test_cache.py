@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import shutil
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,19 +19,13 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_shards
 from tests.support.children import Ended, Program
 from tests.support.servers import (
-    Handler,
     Served,
-    cut,
-    fine,
     serving,
     small_and_quick,
     stall,
-    status,
 )
-from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Shard
 from wdstrain.shards.resolve import open_index
@@ -45,7 +38,6 @@ SHARDS = 4
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four packed shards of about 250 KB."""
     folder = tmp_path_factory.mktemp("packed") / "shards"
     rows = (
         {"__key__": f"k{n:04d}", "bin": random.Random(n).randbytes(2000 + n), "cls": n % 3}
@@ -72,18 +64,12 @@ def loader_of(urls: Any, folder: Path | None = None, **options: Any) -> wt.Loade
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[Any]:
-    """Read an epoch, and nothing ahead of it, and close the loader."""
     with closing(loader):
         batches = loader.epoch(number, until=number + 1)
         return [(batch["__key__"], batch["bin"], batch["cls"]) for batch in batches]
 
 
-def tar_requests(server: Served) -> list[tuple[str, str | None]]:
-    return [request for request in server.requests if request[0].endswith(".tar")]
-
-
 def sent(server: Served) -> int:
-    """Return the bytes of shards that a server sent."""
     return sum(size for path, size in server.sent if path.endswith(".tar"))
 
 
@@ -115,7 +101,6 @@ def place_of(cache: Cache, shard: Shard) -> str:
 
 
 def read(file: CachedFile | None) -> bytes:
-    """Return the bytes of a shard."""
     assert file is not None
     data = bytearray(file.size)
     file.read_into(memoryview(data), 0)
@@ -123,7 +108,6 @@ def read(file: CachedFile | None) -> bytes:
 
 
 def keep(cache: Cache, shard: Shard) -> None:
-    """Read a shard, so that the cache has it."""
     file = opened(cache, shard)
     read(file)
     assert file is not None
@@ -159,32 +143,11 @@ def test_the_first_epoch_fills_the_cache_and_the_next_needs_no_server(
         server.requests.clear()
         far = loader_of(server.url, tmp_path / "cache")
         assert epoch(far) == expected[0]
-        assert tar_requests(server) == []
+        assert not [path for path, _ in server.requests if path.endswith(".tar")]
         assert far.report()["fetched"] == 0 < far.report()["bytes"] <= far.report()["cached"]
     assert epoch(far, 1) == expected[1]  # the server is stopped
     check_content(tmp_path / "cache", packed)
-    assert not list((tmp_path / "cache").rglob("*.part"))
-    with tarfile.open(whole(tmp_path / "cache")[0]) as tar:
-        assert tar.getnames()
-
-
-def test_ranks_on_one_machine_share_what_they_fetch(
-    packed: Path, served: Served, tmp_path: Path
-) -> None:
-    delivered: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        delivered[rank] = epoch(loader_of(served.url, tmp_path, rank=rank, world_size=3))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for rank in range(3):
-        assert delivered[rank] == epoch(loader_of(packed, rank=rank, world_size=3))
-    assert sent(served) < 2 * size_of(packed)
-    check_content(tmp_path, packed, None)
+    assert parts(tmp_path / "cache") == []
 
 
 def test_processes_share_a_cache(packed: Path, served: Served, tmp_path: Path) -> None:
@@ -197,20 +160,6 @@ def test_processes_share_a_cache(packed: Path, served: Served, tmp_path: Path) -
     running = [Program(code, served.url, tmp_path, seed) for seed in range(2)]
     assert [program.end() for program in running] == [Ended(0, "288 0\n", "")] * 2
     assert sent(served) < 2 * size_of(packed)
-    check_content(tmp_path, packed)
-
-
-def test_a_resumed_run_fetches_only_the_shards_it_reads(
-    packed: Path, served: Served, tmp_path: Path
-) -> None:
-    expected = epoch(loader_of(packed, shuffle=False))
-    loader = loader_of(served.url, tmp_path, shuffle=False)
-    with closing(loader):
-        last = loader.epoch(0, start=len(expected) - 2, until=1)  # do not read into epoch 1
-        assert [batch["__key__"] for batch in last] == [keys for keys, *_ in expected[-2:]]
-    names = sorted(path.name for path in packed.glob("*.tar"))
-    assert not {f"/{name}" for name in names[:2]} & {path for path, _ in tar_requests(served)}
-    assert epoch(loader) == expected
     check_content(tmp_path, packed)
 
 
@@ -232,34 +181,6 @@ def test_bytes_skipped_by_a_resume_are_cached_unchanged(tmp_path: Path, has_inde
                 list(loader.epoch(start + 1))
                 assert loader.report()["reread"] == 0
     check_content(tmp_path / "cache", tmp_path / "s", 2)
-
-
-def test_faults_while_filling_the_cache_are_retried(packed: Path, tmp_path: Path) -> None:
-    faults = [fault for n in range(12) for fault in (cut(997 * n), status(503))]
-    with serving(packed, faults=faults) as server:
-        loader = loader_of(server.url, tmp_path)
-        assert epoch(loader) == epoch(loader_of(packed))
-        assert loader.report()["retries"] >= 12
-    check_content(tmp_path, packed)
-
-
-def test_shards_without_a_checksum_are_cached_by_etag(tmp_path: Path) -> None:
-    write_shards(tmp_path / "s", [20, 20])
-    with serving(tmp_path / "s") as server:
-
-        def keys() -> list[str]:
-            urls = f"{server.url}/part-{{000..001}}.tar"
-            with wt.Loader(urls, batch_size=4, cache_dir=tmp_path / "cache") as loader:
-                return sorted(key for batch in loader for key in batch["__key__"])
-
-        first = keys()
-        check_content(tmp_path / "cache", tmp_path / "s", 2)
-        server.requests.clear()
-        assert keys() == first
-        assert {span for _, span in tar_requests(server)} <= {"bytes=0-0"}  # whether they changed
-        write_shards(tmp_path / "s", [20, 21])
-        assert len(keys()) == 40 == len(first)
-        assert len(whole(tmp_path / "cache")) > 2
 
 
 # --- damage ---
@@ -285,59 +206,6 @@ def test_a_damaged_cached_shard_is_read_from_the_server_and_kept_anew(
     assert damaged.exists()
 
 
-def test_data_damaged_in_transfer_is_fetched_once_more(packed: Path) -> None:
-    def damaged(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        data = bytearray(path.read_bytes()[start:stop])
-        data[len(data) // 2 :: 64] = bytes(len(data[len(data) // 2 :: 64]))
-        span = {"Content-Range": f"bytes {start}-{stop - 1}/{path.stat().st_size}"}
-        handler.answer(206, bytes(data), span)
-        return True
-
-    with serving(packed, faults=[fine(), damaged]) as server:
-        loader = loader_of(server.url)
-        assert epoch(loader) == epoch(loader_of(packed))
-        assert loader.report()["reread"] > 0
-    for workers in (0, 2):
-        options: dict[str, Any] = {"batch_size": 16, "shuffle": False, "num_workers": workers}
-        delivered = []
-        with serving(packed, faults=[damaged]) as server:
-            for urls in (server.url, packed):
-                with wt.Loader(urls, {"label": wt.label()}, **options) as loader:
-                    delivered.append([batch["label"].tolist() for batch in loader])
-        assert delivered[0] == delivered[1]
-
-
-def test_permanent_damage_is_an_error_with_shard_and_byte_or_a_bad_sample(
-    packed: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(packed, tmp_path / "s")
-    index = open_index(str(packed))
-    at = offset_of(index, 3)
-    flip(tmp_path / "s" / "train-000000.tar", at)
-    words = rf"train-000000.tar: '{index.key(3)}', field 'bin' at offset {at - 7}: .*also when they are read again"
-    with serving(tmp_path / "s") as server:
-        with pytest.raises(wt.SampleError, match=words):
-            epoch(loader_of(server.url))
-        spans = [span for path, span in tar_requests(server) if path.endswith("000000.tar")]
-        assert spans[-1] is not None
-        loader = loader_of(server.url, on_error="replace", max_errors=0.1)
-        epoch(loader)
-        assert loader.report()["bad"] == 1
-        assert main(["verify", f"{server.url}/train-000000.tar"]) == 1
-
-
-def test_a_shard_that_differs_from_its_index_is_not_cached(
-    packed: Path, tmp_path: Path, caplog: Any
-) -> None:
-    shutil.copytree(packed, tmp_path / "s")
-    damaged = tmp_path / "s" / "train-000000.tar"
-    flip(damaged, damaged.stat().st_size - 1)  # beyond the last sample
-    with serving(tmp_path / "s") as server:
-        assert epoch(loader_of(server.url, tmp_path / "cache")) == epoch(loader_of(packed))
-    assert "the fetched bytes differ from the index" in caplog.text
-    check_content(tmp_path / "cache", packed, SHARDS - 1)
-
-
 @pytest.mark.parametrize("replacement", ["a folder", "a part"])
 def test_a_wrong_file_under_a_final_name_is_not_used(
     packed: Path, served: Served, tmp_path: Path, replacement: str, caplog: Any
@@ -355,7 +223,6 @@ def test_a_wrong_file_under_a_final_name_is_not_used(
 
 
 def stopped_after(packed: Path, folder: Path, count: int) -> Shard:
-    """Fetch `count` bytes of a shard; return it. Its server is gone then."""
     released = threading.Event()
     with serving(packed, faults=[stall(count, released)]) as server:
         cache, shard = Cache(str(folder)), open_index(server.url).shards[0]
@@ -372,10 +239,9 @@ def stopped_after(packed: Path, folder: Path, count: int) -> Shard:
 def test_a_later_process_goes_on_where_a_file_ends(packed: Path, tmp_path: Path) -> None:
     shard = stopped_after(packed, tmp_path, 2 * RANGE)
     present = parts(tmp_path)[0].stat().st_size
-    assert 0 < present < shard.bytes
     with serving(packed) as server:
         keep(Cache(str(tmp_path)), replace(shard, path=f"{server.url}/{shard.name}"))
-        assert sent(server) == shard.bytes - present
+        assert 0 < sent(server) == shard.bytes - present < shard.bytes
     check_content(tmp_path, packed, 1)
 
 
@@ -488,9 +354,8 @@ def test_only_files_of_the_cache_are_evicted(packed: Path, served: Served, tmp_p
     for path in whole(tmp_path):  # files with cache-like names beside its folder
         shutil.copy(path, tmp_path)
     (tmp_path / FOLDER / "notes.tar").write_bytes(bytes(100_000))
-    own = {
-        path: path.read_bytes() for path in [*tmp_path.glob("*.*"), tmp_path / FOLDER / "notes.tar"]
-    }
+    places = [*tmp_path.glob("*.*"), tmp_path / FOLDER / "notes.tar"]
+    own = {path: path.read_bytes() for path in places}
     limit = max(path.stat().st_size for path in packed.glob("*.tar"))
     cached = [path for path in whole(tmp_path) if path.name != "notes.tar"]
     for removed in cached[:2]:  # reading these again evicts others
@@ -522,23 +387,17 @@ def test_a_shard_above_the_limit_is_streamed(packed: Path, served: Served, tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cache_dir": "file"}, "cannot be made"),
+        ({"cache_dir": __file__}, "cannot be made"),
         ({"cache_limit": "1GB"}, "Give cache_dir= too"),
         ({"cache_dir": "cache", "cache_limit": "many"}, "'many' is not a size"),
         ({"cache_dir": "cache", "cache_limit": 0}, "cache_limit=0"),
     ],
 )
 def test_an_impossible_cache_folder_raises_immediately(
-    served: Served,
-    tmp_path: Path,
-    options: dict[str, Any],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    packed: Path, options: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("")
     with pytest.raises(UsageError, match=words):
-        wt.Loader(served.url, **options)
+        wt.Loader(packed, **options)
 
 
 def test_a_full_disk_degrades_to_streaming_with_one_warning(
@@ -563,5 +422,5 @@ def test_a_file_system_without_locks_leaks_no_descriptor(
         batches = epoch(loader_of(served.url, tmp_path / name))
         assert sorted(key for keys, *_ in batches for key in keys)[-1] == "k0299"
     gc.collect()
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert not [link for link in links if os.readlink(link).startswith(str(tmp_path))]
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [link for link in links if link.startswith(str(tmp_path))]

@@ -13,23 +13,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import ROOT, write_class_folder, write_shards
-from tests.support.children import ended
+from tests.conftest import ROOT, write_class_folder
 from tests.support.foreign_tars import read_wds
-from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import (
     ALWAYS,
-    Fault,
-    Handler,
     Served,
     change,
     cut,
@@ -46,7 +40,6 @@ from tests.support.servers import (
 )
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.reader.run import THREADS
 from wdstrain.storage.remote import RemoteFile
 from wdstrain.storage.secrets import redacted
 
@@ -56,7 +49,6 @@ NAMES = [f"train-{n:06d}.tar" for n in range(4)]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four shards of training and two others of about 300 KB, with an index."""
     folder = tmp_path_factory.mktemp("packed") / "shards"
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(400))
     wt.pack(rows, folder, max_shard_samples=80, split={"train": 0.8, "val": 0.2})
@@ -82,16 +74,11 @@ def epoch(urls: Any, **options: Any) -> list[Any]:
         return [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
 
 
-def tars(server: Served) -> list[str]:
-    """Return the paths of the requests of shards."""
-    return [path for path, _ in server.requests if path.endswith(".tar")]
-
-
 # --- addresses ---
 
 
-def test_every_kind_of_address_delivers_the_samples_of_the_disk(
-    packed: Path, served: Served, tmp_path: Path
+def test_every_kind_of_address_delivers_the_samples_of_the_disk_also_to_commands(
+    packed: Path, served: Served, tmp_path: Path, capsys: Any
 ) -> None:
     expected = epoch(f"{packed}/train-*.tar")
     remote, local = ([f"{place}/{name}" for name in NAMES] for place in (served.url, packed))
@@ -102,11 +89,6 @@ def test_every_kind_of_address_delivers_the_samples_of_the_disk(
     for end in ("", "/", "/index.json"):
         with pytest.raises(UsageError, match=words):
             wt.Loader(f"{served.url}{end}")
-
-
-def test_commands_take_addresses(served: Served, capsys: Any) -> None:
-    assert main(["info", f"{served.url}/index.json", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 400
     assert main(["verify", served.url]) == 0
     assert main(["info", f"{served.url}/gone"]) == 1
     assert "gone/index.json is not there" in capsys.readouterr().err
@@ -119,17 +101,20 @@ def test_commands_take_addresses(served: Served, capsys: Any) -> None:
         ("{url}/train-{{0..1.tar", "its braces do not pair up"),
         ("C:\\data\\train-000000.tar", "no such file or folder"),
         ("http://h:99999/x.tar", "not a valid address"),
-        ("http://host:abc/x.tar", "not a valid address"),
         ("http:///x.tar", "not a valid address"),
         ("http://[::1/x.tar", "not a valid address"),
-        (f"http://{'a' * 64}.org/x.tar", "not a valid address"),
     ],
 )
-def test_a_wrong_address_is_refused_before_any_request(
-    served: Served, address: str, words: str
+def test_a_wrong_address_or_timeout_is_refused_before_any_request(
+    served: Served, address: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=words):
         wt.Loader(address.format(url=served.url))
+    for value in ("two", "-1", "nan"):
+        monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
+        words = f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
+        with pytest.raises(UsageError, match=words):
+            wt.Loader(f"{served.url}/{FIRST}", batch_size=4)
     assert served.requests == []
 
 
@@ -148,58 +133,24 @@ def test_a_page_or_nothing_instead_of_a_shard_is_an_error_that_says_so(
         wt.Loader("http://127.0.0.1:9/shards")
 
 
-def test_shards_without_an_index_are_scanned_once(tmp_path: Path, caplog: Any) -> None:
-    write_shards(tmp_path / "s", [7, 13, 4])
-    with serving(tmp_path / "s") as server:
-        urls = f"{server.url}/part-{{000..002}}.tar"
-        for _ in range(2):
-            with wt.Loader(urls, batch_size=1) as loader:
-                keys = sorted(key for batch in loader for key in batch["__key__"])
-            assert keys == [f"s{n:06d}" for n in range(24)]
-        assert caplog.text.count("scanned the headers of 24 samples") == 1
-        (tmp_path / "s" / "part-002.tar").unlink()  # the others are known still
-        server.requests.clear()
-        assert len(wt.Loader(f"{server.url}/part-000.tar", batch_size=1)) == 7
-        assert {path for path, _ in server.requests} == {"/index.json", "/part-000.tar"}
-        with pytest.raises(StorageError, match="404"):
-            wt.Loader(urls)
-
-
 # --- faults ---
-
-FAULTS: dict[str, list[Fault]] = {
-    "cut at once": [cut(0)],
-    "cut at byte 1": [cut(1), cut(1)],
-    "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
-    "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
-    "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
-    "ended in the headers": [
-        fault for after in range(5, 130, 8) for fault in (fine(), end_in_headers(after))
-    ],
-    "busy": [
-        *(status(code) for code in (500, 502, 503)),
-        status(429, Retry_After="0"),
-        status(503, Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
-    ],
-    "in chunks": [in_chunks(10_000), in_chunks(1 << 20), cut(5)],
-    "many": [fault for n in range(12) for fault in (cut(997 * n), status(503), fine())],
-}
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the log lines about servers."""
     lines = [record.getMessage() for record in caplog.records if record.name == "wdstrain"]
     return [line for line in lines if "answer" in line]
 
 
-@pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("ranges", [True, False])
-def test_transient_faults_are_retried_without_loss_and_without_a_log_line(
-    packed: Path, name: str, ranges: bool, caplog: pytest.LogCaptureFixture
+def test_busy_servers_and_answers_in_chunks_cost_no_sample_and_no_log_line(
+    packed: Path, ranges: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = epoch(f"{packed}/train-*.tar")
-    with serving(packed, ranges=ranges, faults=list(FAULTS[name])) as server:
-        assert epoch(f"{server.url}/{TRAIN}") == expected
+    faults = [
+        *(status(502), status(429, Retry_After="0"), in_chunks(10_000), in_chunks(1 << 20), cut(5)),
+        status(503, Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
+    ]
+    with serving(packed, ranges=ranges, faults=faults) as server:
+        assert epoch(f"{server.url}/{TRAIN}") == epoch(f"{packed}/train-*.tar")
         assert not server.faults or not ranges  # one request fetches the rest of a shard
     assert not lines_of(caplog)
 
@@ -240,14 +191,12 @@ def test_a_dropped_connection_resumes_at_the_byte_where_it_broke(packed: Path) -
 def test_shards_are_read_over_tls(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server whose certificate the environment does not trust is refused."""
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
     words += " -keyout key.pem -out cert.pem -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
     subprocess.run(words.split(), cwd=tmp_path, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    faults = [fine(), cut(70_001), status(503), cut(5, reset=True), fine(), cut(30_000)]
-    with serving(packed, tls=context, faults=faults) as server:
+    with serving(packed, tls=context, faults=[fine(), cut(70_001), cut(5, reset=True)]) as server:
         with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
             epoch(f"{server.url}/{TRAIN}")
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
@@ -289,205 +238,38 @@ def test_the_log_names_a_server_that_is_waited_for(
     assert lines_of(caplog)[0].startswith(f"{server.url} does not answer {waits}")
 
 
-def test_a_loader_waits_for_a_server_that_refuses_connections(
-    packed: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The server starts when the log contains the line about waiting."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ExitStack() as stack:
-
-        class Starts(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if "does not answer" in record.getMessage():
-                    stack.enter_context(serving(packed, port=port))
-
-        handler = Starts(logging.WARNING)
-        logging.getLogger("wdstrain").addHandler(handler)
-        stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
-        assert epoch(f"http://127.0.0.1:{port}/{FIRST}") == epoch(packed / FIRST)
-    begins = f"http://127.0.0.1:{port} does not answer (NewConnectionError: "
-    assert lines_of(caplog)[0].startswith(begins)
-
-
-def test_a_silent_server_raises_after_the_network_timeout(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Several requests are in flight, and any of them may time out first."""
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
-    released = threading.Event()
-    words = r"byte \d+ did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NET"
-    with serving(packed) as server:
-        loader = wt.Loader(f"{server.url}/{FIRST}", batch_size=4)
-        server.faults += [stall(100, released), *[stall(0, released)] * 100]
-        with pytest.raises(StorageError, match=words):
-            list(loader)
-        released.set()
-    line = lines_of(caplog)[0]  # the other request may log it too
-    assert line.startswith(f"{server.url} does not answer (")
-    assert "for up to 2 s" in line
-
-
-@pytest.mark.parametrize("value", ["two", "-1", "nan", "inf"])
-def test_a_network_timeout_must_be_a_number_of_seconds(
-    served: Served, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
-    words = f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
-    with pytest.raises(UsageError, match=words):
-        wt.Loader(f"{served.url}/{FIRST}", batch_size=4)
-
-
 def test_an_object_that_changes_during_a_read_raises(tmp_path: Path, packed: Path) -> None:
-    def cut_it(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        os.truncate(path, 10_240)
-        return False
-
-    for last, words in (
-        (change(b"other bytes"), "(changed while it was read|has 11 bytes, its index says)"),
-        (cut_it, r"(changed while it was read|has 10240 bytes, its index says \d+)"),
+    shutil.copytree(packed, tmp_path / "s")
+    words = f"{FIRST} (changed while it was read|has 11 bytes, its index says)"
+    with (
+        serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server,
+        pytest.raises(ShardError, match=words),
     ):
-        shutil.copytree(packed, tmp_path / "s", dirs_exist_ok=True)
-        with (
-            serving(tmp_path / "s", faults=[fine(), fine(), last]) as server,
-            pytest.raises(ShardError, match=f"{FIRST} {words}"),
-        ):
-            list(wt.Loader(f"{server.url}/{FIRST}", batch_size=4))
-
-
-def test_a_process_ends_while_a_server_stalls(packed: Path) -> None:
-    released = threading.Event()
-
-    def stalled(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        return path.name != FIRST and stall(100, released)(handler, path, start, stop)
-
-    code = """
-        import sys, wdstrain as wt
-        urls = [f"{sys.argv[1]}/train-{n:06d}.tar" for n in range(3)]
-        loader = wt.Loader(urls, batch_size=4, shuffle=False)
-        print(len(next(iter(loader))["__key__"]))
-    """
-    with serving(packed, faults=[stalled] * 50) as server:
-        begun = time.monotonic()
-        done = ended(code, server.url)
-        seconds = time.monotonic() - begun
-        released.set()
-    assert done == (0, "4\n", "")
-    assert seconds < 15  # less than the stall
+        list(wt.Loader(f"{server.url}/{FIRST}", batch_size=4))
 
 
 # --- requests ---
-
-
-def test_connections_are_reused(served: Served) -> None:
-    names: set[str] = set()
-
-    def note(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        names.add(str(handler.client_address))
-        return False
-
-    served.faults += [note] * ALWAYS
-    epoch(f"{served.url}/{TRAIN}")
-    assert 1 <= len(names) <= THREADS + 1
-    assert len(tars(served)) > 2 * len(names)
-
-
-def test_a_slow_loop_gets_several_range_requests_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests go out in groups; readahead stays between three quarters and all of its bound."""
-    rows = ({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(1200))
-    wt.pack(rows, tmp_path / "set", shuffle=False)
-    monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", "16KiB")
-    with serving(tmp_path / "set") as server:
-        loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
-        begun, held = [0], []
-        batches = collected_batches(loader.index, loader.plan, ahead=128 << 10)
-        for step, (_, run, _) in enumerate(batches):
-            wait_until_paused(run)
-            if run.bytes_ahead // 1536 + 4 * (step + 1) == 1200:  # all samples
-                break
-            held.append(run.bytes_ahead // 1536)
-            begun.append(held[-1] + 4 * (step + 1))
-        batches.close()
-    ranges = np.diff(begun[1:]) // 10  # of ten samples
-    assert len(held) > 200
-    assert sorted(set(ranges.tolist())) == [0, 3], ranges
-    assert min(held) >= 3 * 85 // 4, min(held)
-    assert max(held) <= 4 + 85 + 10, max(held)
-
-
-def spans(server: Served, name: str) -> list[tuple[int, int]]:
-    """Return the requested ranges of a file, and forget the requests."""
-    with server.lock:
-        ranges = [ranged for path, ranged in server.requests if path == f"/{name}" and ranged]
-        server.requests.clear()
-    pairs = (ranged.removeprefix("bytes=").split("-") for ranged in ranges)
-    return sorted((int(start), int(stop) + 1) for start, stop in pairs)
-
-
-def bytes_of(spans: list[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in spans)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_single_epoch_requests_each_byte_once(tmp_path: Path, num_workers: int) -> None:
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
     shard = wt.pack(rows, tmp_path / "set").shards[0]
-    options: dict[str, Any] = {"num_workers": num_workers, "shuffle_buffer": 50}
-    options |= {"batch_size": 32, "tail": "keep"}
     with (
         serving(tmp_path / "set") as server,
-        wt.Loader(tmp_path / "set", **options) as local,
-        wt.Loader(server.url, **options) as loader,
+        wt.Loader(server.url, batch_size=32, num_workers=num_workers, shuffle_buffer=50) as loader,
     ):
-
-        def check(number: int, until: int) -> None:
-            delivered = [batch["__key__"] for batch in loader.epoch(number, until=until)]
-            assert delivered == [batch["__key__"] for batch in local.epoch(number)]
-
-        for number in (0, 0, 1, 3, 0):
-            check(number, number + 1)
-            requested = spans(server, shard.name)
-            pairs = itertools.pairwise(requested)
-            assert all(stop <= start for (_, stop), (start, _) in pairs), "asked for a byte twice"
-            assert bytes_of(requested) <= shard.bytes
-        for number in (0, 1, 2):  # consecutive epochs up to the last
-            check(number, 3)
-        assert bytes_of(spans(server, shard.name)) <= 3 * shard.bytes
-        for _ in range(4):  # the same epoch several times, unannounced
-            list(loader.epoch(0))
-        assert bytes_of(spans(server, shard.name)) <= 5 * shard.bytes
+        for epochs in ([0], [0], [3], [0, 1, 2]):
+            server.requests.clear()
+            for number in epochs:
+                list(loader.epoch(number, until=epochs[-1] + 1))
+            ranges = [text.removeprefix("bytes=") for path, text in server.requests if text]
+            asked = sorted(tuple(map(int, text.split("-"))) for text in ranges)
+            assert sum(last + 1 - first for first, last in asked) <= len(epochs) * shard.bytes
+            if len(epochs) == 1:
+                assert all(one[1] < other[0] for one, other in itertools.pairwise(asked))
         with pytest.raises(UsageError, match="until=2: must be above epoch=2"):
             loader.epoch(2, until=2)
-
-
-@pytest.mark.slow
-def test_training_reads_train_and_val_shards_once_an_epoch(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"a": 60, "b": 60})
-    index = wt.convert_folder(tmp_path / "in", tmp_path / "set", split={"train": 0.6, "val": 0.4})
-    sizes = {shard.name: shard.bytes for shard in index.shards}
-    with serving(tmp_path / "set") as server:
-        train, val = (f"{server.url}/{split}-000000.tar" for split in ("train", "val"))
-        wt.train(train, tmp_path / "run", val=val, epochs=3, batch_size=8, image_size=8)
-        requests = list(server.requests)
-        for name, size in sizes.items():
-            server.requests[:] = requests
-            assert bytes_of(spans(server, name)) <= 3 * size
-        wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", val)
-        assert bytes_of(spans(server, "val-000000.tar")) <= sizes["val-000000.tar"]
-
-
-def test_a_resume_requests_no_byte_before_its_window(served: Served) -> None:
-    address = f"{served.url}/{TRAIN}"
-    with wt.Loader(address, batch_size=4, shuffle=False) as loader:
-        uninterrupted = [batch["__key__"] for batch in loader]
-    served.requests.clear()
-    with wt.Loader(address, batch_size=4, shuffle=False) as loader:
-        last = loader.epoch(0, start=len(uninterrupted) - 3)
-        assert [batch["__key__"] for batch in last] == uninterrupted[-3:]
-    assert set(tars(served)) <= {f"/{NAMES[n]}" for n in (3, 0, 1)}
 
 
 # --- redirects, proxies and secrets ---
@@ -545,8 +327,7 @@ def test_secrets_are_sent_and_never_shown(
         assert main([*train, pictures]) == 0
         written = [*(tmp_path / "copy").iterdir(), *(tmp_path / "run").rglob("*")]
         texts += [path.read_text("latin1") for path in written if path.is_file()]
-        server.faults += [end_in_headers(60), fine(), end_in_headers(100), status(403)]
-        server.faults += [status(503)] * 20
+        server.faults += [end_in_headers(60), fine(), status(403), *[status(503)] * 20]
         missing, foreign = address.replace("000000", "999999"), address.replace("http", "ftp")
         lines = [["info", missing], ["info", address, address], ["index", address]]
         lines += [["info", foreign], [*train, address], *[["verify", address]] * 2]
@@ -562,18 +343,12 @@ def test_secrets_are_sent_and_never_shown(
 # --- under webdataset, on nginx, in training ---
 
 
-@pytest.fixture
-def opener(monkeypatch: pytest.MonkeyPatch) -> None:
-    for scheme in ("http", "https", "s3"):
-        monkeypatch.setitem(wds.gopen_schemes, scheme, wt.gopen)
-
-
-@pytest.mark.usefixtures("opener")
 @pytest.mark.parametrize("ranges", [True, False])
 def test_webdataset_reads_through_the_http_opener(
     packed: Path, ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
+    for scheme in ("http", "https", "s3"):
+        monkeypatch.setitem(wds.gopen_schemes, scheme, wt.gopen)
 
     def samples(place: object) -> list[tuple[str, bytes]]:
         read = read_wds([f"{place}/{name}" for name in NAMES])
@@ -583,12 +358,6 @@ def test_webdataset_reads_through_the_http_opener(
     with serving(packed, ranges=ranges, faults=faults) as server:
         assert samples(server.url) == samples(packed)
         assert not server.faults
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    with (
-        serving(packed, faults=[fine(), cut(100), *[status(500)] * ALWAYS]) as server,
-        pytest.raises(StorageError, match=r"byte 100 did not arrive in \d+ attempts .*status 500"),
-    ):
-        samples(server.url)
 
 
 def test_a_file_object_of_an_address_reads_and_seeks(packed: Path, served: Served) -> None:
@@ -607,23 +376,19 @@ def test_a_file_object_of_an_address_reads_and_seeks(packed: Path, served: Serve
 
 @pytest.fixture
 def nginx(packed: Path, tmp_path: Path) -> Iterator[str]:
-    """nginx of Debian's packages, serving the shards."""
     own = ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
     program = str(own) if own.exists() else shutil.which("nginx", path="/usr/sbin:/usr/bin")
     if program is None:
-        pytest.skip(
-            "nginx is not here: scripts/test.sh unpacks it where it can; else apt install it"
-        )
+        pytest.skip("no nginx: scripts/test.sh unpacks it where it can; else apt install it")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = tmp_path / "nginx.conf"
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     places = " ".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    config = tmp_path / "nginx.conf"
     config.write_text(
         f"{'user root;' if os.geteuid() == 0 else ''} daemon off; pid {tmp_path}/pid;\n"
-        f"error_log {tmp_path}/error.log; events {{}}\n"
-        f"http {{ access_log off; {places}\n"
+        f"error_log {tmp_path}/error.log; events {{}} http {{ access_log off; {places}\n"
         f"server {{ listen 127.0.0.1:{port}; root {packed}; }} }}\n"
     )
     command = [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)]
@@ -646,23 +411,3 @@ def test_shards_on_nginx_are_read_as_from_the_disk(packed: Path, nginx: str) -> 
     assert main(["verify", nginx]) == 0
     with pytest.raises(StorageError, match="404"):
         wt.Loader(f"{nginx}/none.tar")
-
-
-def test_training_on_class_folders_of_a_server_equals_the_disk(tmp_path: Path) -> None:
-    write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
-    wt.convert_folder(tmp_path / "in", tmp_path / "s", split={"train": 0.7, "val": 0.3})
-    cached = ["--cache-dir", str(tmp_path / "cache"), "--cache-limit", "1GB"]
-
-    def loss(name: str, address: str, *more: str) -> float:
-        words = ["train", address, "--out", str(tmp_path / name), "--epochs", "1", *more]
-        assert main([*words, "--image-size", "16", "--batch-size", "8"]) == 0
-        last = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
-        return float(json.loads(last)["loss"])
-
-    with serving(tmp_path / "s") as server:
-        losses = {loss("far", server.url), loss("kept", server.url, *cached)}
-        asked = len(tars(server))
-        best = str(tmp_path / "kept" / "checkpoints" / "best.pt")
-        assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
-        assert len(tars(server)) == asked
-    assert losses == {loss("near", str(tmp_path / "s"))}

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import write_class_folder
+from tests.conftest import files_of, write_class_folder
 from tests.support.foreign_tars import write_set
 from tests.support.readers import by_key
 from tests.support.servers import Served, cut, fine, serving, status
@@ -41,13 +41,11 @@ TENS: dict[str, Any] = {"max_shard_samples": 10}
 
 
 def amazon(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of S3."""
     keys = {"AWS_ACCESS_KEY_ID": "hush-id", "AWS_SECRET_ACCESS_KEY": "hush-secret"}
     return {**keys, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
 
 
 def google(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of Google's storage."""
     account = {"gcs_base_url": endpoint, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")
     key = {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
     return {**key, "GOOGLE_BEARER_TOKEN": "hush-token"}
@@ -63,7 +61,6 @@ def set_only(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """The address of an S3 server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
@@ -92,8 +89,6 @@ class BrokenOffError(Exception):
 
 
 def broken_off(title: str, most: int) -> Callable[[Step], None]:
-    """Return a progress callback that breaks off when more than this was done."""
-
     def report(step: Step) -> None:
         if step.title == title and step.done > most:
             raise BrokenOffError
@@ -108,10 +103,6 @@ def photos(tmp_path: Path) -> Path:
 
 def stored(address: str) -> dict[str, bytes]:
     return {name: read_remote(f"{address}/{name}") or b"" for name in list_folder_of(f"{address}/")}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
@@ -133,7 +124,7 @@ def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     split = {"train": 0.7, "val": 0.3}
     index = wt.convert_folder(photos, f"{bucket}/set/photos", split=split, **TENS)
     wt.convert_folder(photos, tmp_path / "here", split=split, **TENS)
-    assert stored(f"{bucket}/set/photos") == files(tmp_path / "here")
+    assert stored(f"{bucket}/set/photos") == files_of(tmp_path / "here")
     assert index.shards[0].path == f"{bucket}/set/photos/train-000000.tar"
     assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
 
@@ -151,38 +142,14 @@ def test_a_set_in_a_bucket_equals_the_set_on_the_disk(
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
-def test_columns_join_a_set_in_a_bucket(bucket: str, photos: Path, tmp_path: Path) -> None:
-    wt.convert_folder(photos, f"{bucket}/p", **TENS)
-    wt.convert_folder(photos, tmp_path / "here", **TENS)
-    rows = [{"key": f"cat/{n:03d}", "note": f"cat {n}", "score": n} for n in range(30)]
-    for out in (f"{bucket}/p", str(tmp_path / "here")):
-        counts = wt.join(out, rows)
-        assert (counts.matched, counts.columns) == (30, {"note": 30, "score": 30})
-        wt.join(out, [{"key": "dog/037", "note": "a dog"}])
-        columns = {
-            column.name: column.values.drop_null().to_pylist() for column in wt.open(out).columns
-        }
-        assert (columns["note"], sorted(columns["score"])) == (["a dog"], [*range(30)])
-        assert wt.verify(out).ok
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
-
-
-def test_an_existing_set_needs_overwrite(bucket: str, photos: Path, tmp_path: Path) -> None:
-    wt.convert_folder(photos, f"{bucket}/p", **TENS)
-    with pytest.raises(UsageError, match=rf"{bucket}/p holds 8 files.*overwrite=True"):
-        wt.convert_folder(photos, f"{bucket}/p")
-    put(f"{bucket}/p/train-000000.tar", str(next(photos.glob("*/*.jpg"))))  # damage
-    for size in (10, 40):
-        for out in (f"{bucket}/p", str(tmp_path / "here")):
-            wt.convert_folder(photos, out, overwrite=True, max_shard_samples=size)
-        assert stored(f"{bucket}/p") == files(tmp_path / "here")
-
-
 def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(
-    bucket: str, photos: Path
+    bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     """Also not by a shard whose name the old set lacks: a reader of all tars would find it."""
     wt.convert_folder(photos, f"{bucket}/p")
+    with pytest.raises(UsageError, match=rf"{bucket}/p holds 3 files.*overwrite=True"):
+        wt.convert_folder(photos, f"{bucket}/p")
+    put(f"{bucket}/p/train-000000.tar", str(next(photos.glob("*/*.jpg"))))  # damage
     before, during = stored(f"{bucket}/p"), list[dict[str, bytes]]()
 
     def look(step: Step) -> None:
@@ -191,31 +158,35 @@ def test_an_overwrite_changes_no_object_before_all_its_shards_are_made(
         elif step.title == "uploading":
             assert "index.json" not in stored(f"{bucket}/p") or step.done == step.total
 
-    options: dict[str, Any] = {"max_shard_samples": 10, "num_workers": 1, "progress": look}
-    wt.convert_folder(photos, f"{bucket}/p", overwrite=True, **options)
+    wt.convert_folder(photos, f"{bucket}/p", overwrite=True, num_workers=1, progress=look, **TENS)
     assert len(during) >= 6
     assert all(now == before for now in during)
+    wt.convert_folder(photos, tmp_path / "here", **TENS)
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
 
 
 def test_an_interrupted_upload_resumes_with_the_missing_objects(
     bucket: str, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A call that is refused in between deletes no upload, and a finished one may be resumed."""
     options: dict[str, Any] = {"num_workers": 1, "progress": broken_off("packing", 40)}
     with pytest.raises(BrokenOffError):
         wt.convert_folder(photos, f"{bucket}/p", **TENS, **options)
     assert len(list_folder_of(f"{bucket}/p/")) == 4
     with pytest.raises(ShardError, match="index.json is not there"):  # without it, there is no set
         wt.Loader(f"{bucket}/p")
+    with pytest.raises(UsageError, match=r"unfinished conversion\. Continue it with resume=True"):
+        wt.convert_folder(photos, f"{bucket}/p", **TENS)
     with caplog.at_level(logging.INFO, "werkzeug"):
         wt.convert_folder(photos, f"{bucket}/p", **TENS, resume=True)
     assert sum('"PUT ' in record.getMessage() for record in caplog.records) == 4
+    assert len(wt.convert_folder(photos, f"{bucket}/p", **TENS, resume=True)) == 60
     wt.convert_folder(photos, tmp_path / "here", **TENS)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
 
 
-@pytest.mark.parametrize("kind", ["folder", "stream"])
 def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
-    bucket: str, photos: Path, tmp_path: Path, kind: str
+    bucket: str, tmp_path: Path
 ) -> None:
     """After each shard but the last few, the local files are empty and the bucket has no set."""
     places = tmp_path / "cache" / "wdstrain" / "outgoing"
@@ -227,41 +198,18 @@ def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
             space.append(sum(512 * path.stat().st_blocks for path in shards if path.exists()))
             assert not {"index.json", "index.arrow"} & {*list_folder_of(f"{bucket}/p/")}
 
-    blobs = {f"k{number:03d}": os.urandom(100_000) for number in range(60)}
-    options: dict[str, Any] = {"max_shard_samples": 5, "shuffle": kind == "folder"}
-    if kind == "folder":
-        for name, data in blobs.items():
-            (photos / "cat" / f"{name}.jpg").write_bytes(b"\xff\xd8\xff" + data)
-        source = str(photos)
-        index = wt.convert_folder(source, f"{bucket}/p", progress=progress, **options)
-        wt.convert_folder(source, str(tmp_path / "here"), **options)
-    else:
-        rows = [{"__key__": key, "bin": data} for key, data in blobs.items()]
-        index = wt.pack(iter(rows), f"{bucket}/p", progress=progress, **options)
-        wt.pack(iter(rows), str(tmp_path / "here"), **options)
+    rows = [{"__key__": f"k{number:03d}", "bin": os.urandom(100_000)} for number in range(60)]
+    options: dict[str, Any] = {"max_shard_samples": 5, "shuffle": False}
+    index = wt.pack(iter(rows), f"{bucket}/p", progress=progress, **options)
+    wt.pack(iter(rows), str(tmp_path / "here"), **options)
     assert space
     assert max(space) < 2_000_000 < sum(shard.bytes for shard in index.shards)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
     assert not list_folder_of(f"{bucket}/p/.unfinished/")
     assert not list(places.iterdir())
 
 
-def test_a_conversion_refused_without_resume_can_be_resumed(
-    bucket: str, photos: Path, tmp_path: Path
-) -> None:
-    """The refused call must not delete the uploads of the interrupted call."""
-    options: dict[str, Any] = {"num_workers": 1, "progress": broken_off("packing", 30)}
-    with pytest.raises(BrokenOffError):
-        wt.convert_folder(photos, f"{bucket}/p", **TENS, **options)
-    with pytest.raises(UsageError, match=r"unfinished conversion\. Continue it with resume=True"):
-        wt.convert_folder(photos, f"{bucket}/p", **TENS)
-    wt.convert_folder(photos, f"{bucket}/p", **TENS, resume=True)
-    wt.convert_folder(photos, tmp_path / "here", **TENS)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
-
-
 def new_dogs(folder: Path, count: int) -> Path:
-    """Write images whose names differ from those of `photos`."""
     new = write_class_folder(folder / "new", {"dog": count}, "jpg")
     for path in (new / "dog").iterdir():
         path.rename(path.with_name(f"new{path.name}"))
@@ -269,23 +217,12 @@ def new_dogs(folder: Path, count: int) -> Path:
 
 
 def changes(photos: Path, new: Path, out: str) -> dict[str, list[str]]:
-    """Return the commands that make a set, append to it and remove from it."""
     size = ["--max-shard-samples", "10"]
     return {
         "make": ["convert", "folder", str(photos), out, *size],
         "append": ["convert", "folder", str(new), out, "--append", *size],
         "remove": ["remove", out, "--where", "key < 'cat/014' or key == 'dog/new01'"],
     }
-
-
-def test_a_finished_conversion_into_a_bucket_can_be_resumed_like_one_on_the_disk(
-    bucket: str, photos: Path, tmp_path: Path
-) -> None:
-    for out in (str(tmp_path / "here"), f"{bucket}/p"):
-        wt.convert_folder(photos, out, max_shard_samples=40)
-        again = wt.convert_folder(photos, out, max_shard_samples=40, resume=True)
-        assert len(again) == 60
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
 def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
@@ -303,8 +240,12 @@ def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
             assert printed[0]["samples"] == printed[1]["samples"]
         for words in (remote, local):
             assert main([*words[name], "-q"]) == 0
-        assert stored(f"{bucket}/p") == files(tmp_path / "here")
+        assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
         capsys.readouterr()
+    for out in (f"{bucket}/p", f"{tmp_path}/here"):
+        rows = [{"key": f"cat/{n:03d}", "note": f"cat {n}", "score": n} for n in range(14, 20)]
+        assert wt.join(out, rows).matched == 6
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
     assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
     assert not list_folder_of(f"{bucket}/p/.unfinished/")
     assert wt.verify(f"{bucket}/p").ok
@@ -312,7 +253,7 @@ def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
         wt.convert_folder(new, f"{bucket}/p", append=True)
     with pytest.raises(ShardError, match=r"none/index.json is not there"):
         wt.convert_folder(new, f"{bucket}/none", append=True)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here")
 
 
 class Killer(logging.Handler):
@@ -330,7 +271,6 @@ class Killer(logging.Handler):
 
 
 def run_and_kill(words: list[str], moment: int) -> tuple[int, int]:
-    """Run a command and kill it after a request. Returns its exit code and the requests."""
     log, killer = logging.getLogger("werkzeug"), Killer(moment)
     level = log.level
     log.addHandler(killer)
@@ -344,20 +284,24 @@ def run_and_kill(words: list[str], moment: int) -> tuple[int, int]:
         log.setLevel(level)
 
 
-def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments: Any) -> None:
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_killed_change_in_a_bucket_leaves_the_old_or_the_new_set(
+    bucket: str, photos: Path, tmp_path: Path, verb: str
+) -> None:
     new = new_dogs(tmp_path, 25)
     local = changes(photos, new, f"{tmp_path}/here")
     assert main([*local["make"], "-q"]) == 0
-    states = [files(tmp_path / "here")]
+    states = [files_of(tmp_path / "here")]
     assert main([*local[verb], "-q"]) == 0
-    states.append(files(tmp_path / "here"))
+    states.append(files_of(tmp_path / "here"))
     remote = changes(photos, new, f"{bucket}/whole")
     assert main([*remote["make"], "-q"]) == 0
     code, total = run_and_kill(remote[verb], 1 << 30)
     assert code == 0
     keys = [sorted(wt.open(f"{bucket}/whole").table["key"].to_pylist())]
     seen = set()
-    for moment in moments(total):
+    for moment in (total // 4, total - 1):
         out = f"{bucket}/{moment}"
         remote = changes(photos, new, out)
         assert main([*remote["make"], "-q"]) == 0
@@ -377,24 +321,6 @@ def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-@pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_killed_change_in_a_bucket_leaves_the_old_or_the_new_set(
-    bucket: str, photos: Path, tmp_path: Path, verb: str
-) -> None:
-    killed_changes(bucket, photos, tmp_path, verb, lambda total: [total // 4, total - 1])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # one or two processes for each request
-@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-@pytest.mark.parametrize("verb", ["append", "remove"])
-def test_a_change_in_a_bucket_killed_at_any_request_leaves_a_complete_set(
-    bucket: str, photos: Path, tmp_path: Path, verb: str
-) -> None:
-    killed_changes(bucket, photos, tmp_path, verb, lambda total: range(1, total))
-
-
 FOREIGN_INDEX = json.dumps(
     {"shards": [{"raw_data": {"basename": "shard.00000.mds"}}], "version": 2}
 ).encode()
@@ -405,7 +331,6 @@ FOREIGN_INDEX = json.dumps(
     ("name", "data"),
     [
         ("index.json", FOREIGN_INDEX),
-        ("train-000000.tar", b"mine"),
         ("train-000007.tar", b"mine"),
         ("skipped.jsonl", b"mine"),
     ],
@@ -437,7 +362,7 @@ def test_an_interrupted_replacement_leaves_no_objects_of_the_old_set(
         wt.convert_folder(photos, f"{bucket}/p", max_shard_samples=20, seed=1, resume=True)
     wt.convert_folder(photos, f"{bucket}/p", max_shard_samples=20, resume=True)
     wt.convert_folder(photos, tmp_path / "here", max_shard_samples=20)
-    assert stored(f"{bucket}/p") == files(tmp_path / "here") | {"extra-000000.tar": b"mine"}
+    assert stored(f"{bucket}/p") == files_of(tmp_path / "here") | {"extra-000000.tar": b"mine"}
 
 
 def test_large_shards_are_uploaded_in_parts_and_read_in_ranges(bucket: str) -> None:
@@ -448,7 +373,7 @@ def test_large_shards_are_uploaded_in_parts_and_read_in_ranges(bucket: str) -> N
         assert by_key(loader, "bin") == blobs
 
 
-def test_missing_and_forbidden_objects_are_errors_without_secrets(
+def test_commands_print_addresses_and_name_missing_and_forbidden_objects_without_secrets(
     bucket: str, photos: Path, capsys: Any
 ) -> None:
     faulty_bucket = bucket.replace("bucket", "faulty_bucket")
@@ -460,9 +385,6 @@ def test_missing_and_forbidden_objects_are_errors_without_secrets(
     assert "hush" not in printed.out + printed.err
     assert "Traceback" not in printed.err
     assert f"{bucket}/none/index.json is not there" in printed.err
-
-
-def test_commands_print_the_address_of_the_shards(bucket: str, photos: Path, capsys: Any) -> None:
     assert main(["convert", "folder", str(photos), f"{bucket}/c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == f"{bucket}/c"
     assert main(["info", f"{bucket}/c"]) == 0
@@ -504,7 +426,6 @@ def test_a_failing_bucket_is_retried_and_the_wait_is_logged(
 def test_credentials_are_read_again_once_after_a_request_was_refused(
     faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Credentials for a limited time may have been renewed in the environment."""
     served, bucket = faulty_bucket
 
     def renewing(handler: Any, path: Path, start: int, stop: int) -> bool:
@@ -520,16 +441,3 @@ def test_credentials_are_read_again_once_after_a_request_was_refused(
     served.faults[:] = [status(code)] * 10_000
     with pytest.raises(StorageError, match=rf"{bucket}/set/.*tar: .*Check the credentials"):
         list(wt.Loader(f"{bucket}/set", batch_size=8))
-
-
-def test_a_bucket_that_fails_beyond_the_timeout_raises(
-    faulty_bucket: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, bucket = faulty_bucket
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    loader = wt.Loader(f"{bucket}/set", batch_size=8)
-    served.faults += [status(503)] * 10_000
-    words = "tar: byte .* did not arrive in .* attempts over .*503.*WDSTRAIN_NETWORK"
-    with pytest.raises(StorageError, match=rf"{bucket}/set/.*{words}"):
-        list(loader)
-    loader.close()

@@ -18,8 +18,9 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
-from tests.support.children import Ended, Program
+from tests.support.children import Program
 from tests.support.outcomes import result_or_refusal
+from tests.support.readers import by_key
 from tests.support.servers import (
     ALWAYS,
     EXPIRED,
@@ -50,7 +51,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bare(packed: Path, tmp_path: Path) -> Path:
-    """The same shards without an index."""
     (tmp_path / "bare").mkdir()
     for shard in packed.glob("*.tar"):
         (tmp_path / "bare" / shard.name).write_bytes(shard.read_bytes())
@@ -69,25 +69,17 @@ def data(number: int, size: int = 20_000) -> bytes:
 
 # --- addresses ---
 
-NAMED = "?token=1&filename=part-000.tar"
-
 
 @pytest.mark.parametrize(
     ("rest", "count"),
     [
-        ("part-000.tar?token=1", 7),
         ("part-000.tar?name=a*b[1]", 7),
         ("part-000.tar#part.tar", 7),
-        (f"part-000.tar{NAMED}", 7),
-        ("part-000.tar?a=.tar", 7),
-        ("part-000.tar?response-content-disposition=attachment%3B%20filename%3Dpart-000.tar", 7),
-        ("part-{000..001}.tar?token=1", 20),
-        (f"part-{{000..001}}.tar{NAMED}", 20),
+        ("part-{000..001}.tar?token=1&filename=part-000.tar", 20),
         ("index.json?token=1&filename=index.json", 20),
     ],
 )
 def test_a_query_is_no_pattern(rest: str, count: int, tmp_path: Path) -> None:
-    """Signed addresses and download links often end with the name of the file."""
     wt.index(write_shards(tmp_path / "set", [7, 13]))
     with serving(tmp_path / "set") as served:
         assert len(wt.open(f"{served.url}/{rest}")) == count
@@ -100,9 +92,8 @@ def test_a_query_is_no_pattern(rest: str, count: int, tmp_path: Path) -> None:
 
 def load(url: Any, folder: Path, **options: Any) -> None:
     with wt.Loader(url, batch_size=8, tail="keep", **options) as loader:
-        batches = list(loader.epoch(0, until=1))
-    pairs = [pair for b in batches for pair in zip(b["__key__"], b["bin"], strict=True)]
-    assert sorted(pairs) == [(f"{n:02d}", data(n)) for n in range(32)]
+        values = by_key(loader.epoch(0, until=1), "bin")
+    assert values == {f"{n:02d}": data(n) for n in range(32)}
 
 
 def load_through_a_cache(url: str, folder: Path) -> None:
@@ -148,7 +139,6 @@ def test_a_redirect_whose_target_expires_is_asked_for_again(
     uses, signatures = Counter[str](), itertools.count()
 
     def signed(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        """Redirect to an address that is good for one request."""
         handler.answer(302, b"", {"Location": f"{storage.url}/{path.name}?sig={next(signatures)}"})
         return True
 
@@ -243,79 +233,29 @@ def test_a_limit_that_cannot_be_read_is_no_limit(packed: Path, tmp_path: Path, h
         load(server.url, tmp_path)
 
 
-def megabytes(folder: Path, count: int) -> Path:
-    """Write one shard of samples of a megabyte."""
-    rows = ({"__key__": f"{n:02d}", "bin": data(n, 1_000_000), "cls": n % 2} for n in range(count))
-    wt.pack(rows, folder, num_shards=1)
-    return folder
-
-
-def check_megabytes(loader: wt.Loader, epochs: int, count: int) -> None:
-    with loader:
-        for epoch in range(epochs):
-            keys = set()
-            for batch in loader.epoch(epoch, until=epochs):
-                for key, value in zip(batch["__key__"], batch["bin"], strict=True):
-                    assert value == data(int(key), 1_000_000)
-                    keys.add(key)
-            assert len(keys) == count
-
-
 @pytest.mark.parametrize(("where", "count"), [("cls >= 0", 40), ("cls == 0", 20)])
 def test_ranges_grow_with_what_is_delivered(
     tmp_path: Path, where: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the samples may be left out: they lie in gaps of the ranges, which are discarded."""
     monkeypatch.delenv("WDSTRAIN_RANGE_SIZE")
-    with serving(megabytes(tmp_path / "set", 40)) as server:
-        loader = wt.Loader(server.url, batch_size=4, where=where, shuffle_buffer=8)
-        check_megabytes(loader, 3, count)
+    rows = ({"__key__": f"{n:02d}", "bin": data(n, 1_000_000), "cls": n % 2} for n in range(40))
+    wt.pack(rows, tmp_path / "set", num_shards=1)
+    with (
+        serving(tmp_path / "set") as server,
+        wt.Loader(server.url, batch_size=4, where=where, shuffle_buffer=8) as loader,
+    ):
+        for number in range(3):
+            keys = set()
+            for batch in loader.epoch(number, until=3):
+                for key, value in zip(batch["__key__"], batch["bin"], strict=True):
+                    assert value == data(int(key), 1_000_000)
+                    keys.add(key)
+            assert len(keys) == count
         ranges = [asked.removeprefix("bytes=").split("-") for _, asked in server.requests if asked]
     sizes = [int(last) - int(first) + 1 for first, last in ranges if int(last) < 1 << 40]
     assert sizes[0] < 5_000_000
     assert 8_000_000 < max(sizes) < 36_000_000
-
-
-@pytest.mark.parametrize("stated", ["", "Retry-After", "RateLimit"])
-def test_a_loader_survives_the_requests_that_a_server_refuses(
-    tmp_path: Path, stated: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twelve requests in five seconds are allowed. Others are refused, for longer than silence lasts.
-
-    Ranges grow meanwhile, so that few requests are needed.
-    """
-    for name in ("WDSTRAIN_RANGE_SIZE", "WDSTRAIN_READ_AHEAD"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WDSTRAIN_RETRY_PAUSE", "0.002")
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "4")
-    says = {"Retry-After": "5", "RateLimit": '"all";r=0;t=5', "": ""}
-    lock, begun, count, sent, refused = threading.Lock(), 0.0, 0, list[int](), 0
-
-    def limiting(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        nonlocal begun, count, refused
-        with lock:
-            now = time.monotonic()
-            if now - begun > 5.0:
-                begun, count = now, 0
-            count += 1
-            is_allowed = count <= 12
-            refused += not is_allowed
-            sent.extend([stop - start] if is_allowed else [])
-        if not is_allowed:
-            handler.answer(429, b"", {stated: says[stated]} if stated else {})
-            return True
-        with open(path, "rb") as file:
-            file.seek(start)
-            span = {"Content-Range": f"bytes {start}-{stop - 1}/{path.stat().st_size}"}
-            handler.answer(206, file.read(stop - start), span)
-        return True
-
-    with serving(megabytes(tmp_path / "set", 100), faults=[limiting] * ALWAYS) as server:
-        check_megabytes(wt.Loader(server.url, batch_size=4, shuffle_buffer=8), 4, 100)
-    assert refused > 0
-    assert sent[0] < 5_000_000
-    assert len(sent) <= 12 + 4 * 3 + 2  # 100 with ranges of 4 MB
-    assert sum(sent[-6:]) / 6 > 20e6
 
 
 # --- addresses that expire ---
@@ -323,7 +263,6 @@ def test_a_loader_survives_the_requests_that_a_server_refuses(
 
 @pytest.fixture
 def renewing() -> Iterator[Callable[[Callable[[str], str]], None]]:
-    """`wt.renew_addresses` for one test."""
     yield wt.renew_addresses
     wt.renew_addresses(None)
 
@@ -397,34 +336,28 @@ def test_a_renewal_that_fails_is_an_error_without_secrets(
 @pytest.mark.parametrize(
     ("faulty", "code", "body", "reason"),
     [
-        (ALL, 403, EXPIRED.decode(), "expired"),  # before the start
-        (TAR, 403, EXPIRED.decode(), "expired"),
+        (ALL, 403, EXPIRED, "expired"),  # before the start
+        (TAR, 403, EXPIRED, "expired"),
         (
             TAR,
             400,
-            "<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>",
+            b"<Code>ExpiredToken</Code><Message>The token has expired.</Message>",
             "expired",
         ),
         (
             TAR,
             403,
-            "<Error><Code>AuthenticationFailed</Code><AuthenticationErrorDetail>Signature not valid in "
-            "the specified time frame</AuthenticationErrorDetail></Error>",
+            b"<Code>AuthenticationFailed</Code><AuthenticationErrorDetail>not in the time frame</AuthenticationErrorDetail>",
             "time frame",
         ),
-        (
-            TAR,
-            403,
-            "<Error><Code>InvalidObjectState</Code><Message>The object is archived</Message></Error>",
-            "archived",
-        ),
-        (TAR, 401, '{"error": "token was revoked"}', "revoked"),
+        (TAR, 403, b"<Code>InvalidObjectState</Code><Message>It is archived</Message>", "archived"),
+        (TAR, 401, b'{"error": "token was revoked"}', "revoked"),
     ],
 )
 def test_the_reason_that_a_server_gives_is_in_the_error(
-    packed: Path, tmp_path: Path, faulty: tuple[str, ...], code: int, body: str, reason: str
+    packed: Path, tmp_path: Path, faulty: tuple[str, ...], code: int, body: bytes, reason: str
 ) -> None:
-    refused = [status(code, body.encode(), Content_Type="application/xml")] * ALWAYS
+    refused = [status(code, body, Content_Type="application/xml")] * ALWAYS
     first = [] if faulty == ALL else [fine(), fine()]
     with (
         serving(packed, faults=first + refused, faulty=faulty) as server,
@@ -459,7 +392,6 @@ def test_without_checksums_different_versions_are_read_or_the_error_names_the_in
 
 
 def test_an_empty_shard_is_named_as_cut(tmp_path: Path) -> None:
-    """It has no first byte that a range request could bring."""
     (tmp_path / "a.tar").touch()
     empty = status(416, b"", Content_Range="bytes */0")
     with serving(tmp_path, faults=[empty] * ALWAYS) as server:
@@ -486,8 +418,6 @@ def test_a_compressed_shard_is_read_or_refused_as_compressed(
 def test_a_range_that_begins_elsewhere_is_an_error_that_names_it(
     set_of: str, shift: int, request: pytest.FixtureRequest
 ) -> None:
-    """Without checksums in an index, nothing else would tell its bytes from the right ones."""
-
     def shifted(handler: Handler, path: Path, start: int, stop: int) -> bool:
         if not handler.is_ranged or not start or stop + shift > path.stat().st_size:
             return False
@@ -513,12 +443,10 @@ def counted(urls: str) -> None:
     assert wt.info(urls).samples == 32
 
 
-def streamed(urls: str) -> None:
-    wt.stream(urls)
-
-
-@pytest.mark.parametrize("start", [opened, streamed, counted])
-def test_a_later_start_orders_no_shard_whole(tmp_path: Path, start: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("start", [opened, wt.stream, counted])
+def test_a_later_start_orders_no_shard_whole(
+    tmp_path: Path, start: Callable[[str], object]
+) -> None:
     """`wt.info` reads values in the first MB of a shard."""
     for n in range(2):
         samples = [(f"{16 * n + i:02d}", {"bin": bytes(200_000)}) for i in range(16)]
@@ -532,61 +460,10 @@ def test_a_later_start_orders_no_shard_whole(tmp_path: Path, start: Callable[[st
         assert max(sizes, default=0) < 1_200_000
 
 
-@pytest.mark.parametrize("start", [opened, streamed, counted])
-@pytest.mark.parametrize("urls", [f"/{TARS}", ""])
-def test_a_start_asks_for_the_index_once(
-    packed: Path, start: Callable[[str], None], urls: str
-) -> None:
-    with serving(packed) as server:
-        start(server.url + urls)
-        asked = Counter(path for path, _ in server.requests)
-    assert (asked["/index.json"], asked["/index.arrow"]) == (1, 1)
-
-
-class Ready(list[tuple[str, str | None]]):
-    """Requests of a server. complete: set when three processes have asked for its index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.complete = threading.Event()
-
-    def append(self, request: tuple[str, str | None]) -> None:
-        super().append(request)
-        if sum(path == "/index.json" for path, _ in self) == 3:
-            self.complete.set()
-
-
-def test_ranks_of_one_machine_share_one_scan_of_bare_shards(bare: Path) -> None:
-    """No shard is sent before all ranks have started."""
-    requests = Ready()
-
-    def held(*_: Any) -> bool:
-        assert requests.complete.wait(60)
-        return False
-
-    code = """
-        import sys, wdstrain as wt
-        loader = wt.Loader(sys.argv[1], batch_size=4, rank=int(sys.argv[2]), world_size=3)
-        print(len(loader), len(loader.index))
-    """
-    with serving(bare, requests=requests, faults=[held] * ALWAYS) as server:
-        ranks = [Program(code, f"{server.url}/{TARS}", rank) for rank in range(3)]
-        assert [rank.end() for rank in ranks] == [Ended(0, "2 32\n", "")] * 3
-    tars = [(path, asked) for path, asked in requests if path.endswith(".tar")]
-    scans = Counter(path for path, asked in tars if asked != "bytes=0-0")
-    assert scans == {f"/train-00000{n}.tar": 1 for n in range(2)}
-
-
-def loaded(urls: str) -> None:
-    with wt.Loader(urls, batch_size=1, shuffle=False) as loader:
-        assert len(list(loader)) == 5
-
-
 @pytest.mark.parametrize(
     "job",
     [
         wt.open,
-        loaded,
         lambda urls: wt.info(urls, exact=True),
         lambda urls: wt.verify(urls, num_workers=4),
     ],
@@ -601,10 +478,9 @@ def test_a_loop_over_bare_shards_sends_requests_to_several_at_a_time(
         assert server.most >= 2
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("words", [["info", "--exact"], ["verify"], ["plan"]])
+@pytest.mark.parametrize("words", [["verify"], ["plan"]])
 def test_an_interrupt_does_not_wait_for_a_server_that_does_not_answer(
-    bare: Path, words: list[str], is_known: bool
+    bare: Path, words: list[str]
 ) -> None:
     released, asked = threading.Event(), threading.Semaphore(0)
 
@@ -613,8 +489,6 @@ def test_an_interrupt_does_not_wait_for_a_server_that_does_not_answer(
         return released.wait(60)
 
     with serving(bare) as server:
-        if is_known:  # its states are asked for, and compared with those of the earlier scan
-            wt.open(f"{server.url}/{TARS}")
         server.faults += [stalled] * ALWAYS
         run = "import sys; from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))"
         command = Program(run, *words, f"{server.url}/{TARS}")
