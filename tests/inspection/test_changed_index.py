@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from pathlib import Path
 
@@ -26,16 +24,6 @@ def packed(tmp_path: Path) -> Path:
     ]
     wt.pack(samples, tmp_path / "set", classes=CLASSES, split={"train": 0.5, "val": 0.5})
     return tmp_path / "set"
-
-
-def test_a_renamed_class_is_counted_and_chosen_by_one_name(packed: Path) -> None:
-    document = json.loads((packed / "index.json").read_text())
-    document["wdstrain"]["labels"][0]["classes"][0] = "bat"
-    (packed / "index.json").write_text(json.dumps(document))
-    with contextlib.suppress(wt.ShardError):  # refused as a whole
-        (counted,) = (column.classes for column in wt.info(packed).columns if column.is_label)
-        chosen = {name: wt.info(packed, where=f"label == '{name}'").samples for name in counted}
-        assert counted == chosen
 
 
 @pytest.mark.parametrize("text", [b"x", b"x" * 600])
