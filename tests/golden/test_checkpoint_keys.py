@@ -17,8 +17,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from tests.golden.expected import check, check_names, key_paths
-from tests.golden.tiny_images import png
+from tests.golden.expected import check, check_names, key_paths, png
 
 if sys.version_info >= (3, 11):
     import tomllib

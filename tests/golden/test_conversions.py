@@ -25,8 +25,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from tests.golden.expected import check, check_names, digest
-from tests.golden.tiny_images import png
+from tests.golden.expected import check, check_names, digest, png
 
 COUNT = 30
 KINDS = ["ant", "bee", "cat"]
