@@ -58,7 +58,7 @@ def check_names(file: str, names: Iterable[str]) -> None:
     """Check that a file has these entries and no other, or delete the others."""
     names, entries = list(names), read(file)
     if rewriting:
-        write(file, {name: entries[name] for name in names if name in entries})
+        write(file, {name: value for name, value in entries.items() if name in names})
         return
     assert sorted(entries) == sorted(names), f"{file}.json has other entries. Run: {command(file)}"
 
@@ -79,11 +79,8 @@ def command(file: str) -> str:
 def difference(expected: Any, value: Any) -> str:
     """Return what differs, briefly: entries of an object or a list by themselves."""
     if isinstance(expected, dict) and isinstance(value, dict):
-        names = [name for name in [*expected, *value] if expected.get(name) != value.get(name)]
-        return "; ".join(
-            f"{name} was {expected.get(name, 'absent')!r}, is {value.get(name, 'absent')!r}"
-            for name in dict.fromkeys(names)
-        )
+        names = [name for name in {**expected, **value} if expected.get(name) != value.get(name)]
+        return "; ".join(f"{name}: {expected.get(name)!r} -> {value.get(name)!r}" for name in names)
     if isinstance(expected, list) and isinstance(value, list):
         gone = [item for item in expected if item not in value]
         new = [item for item in value if item not in expected]

@@ -130,15 +130,12 @@ def test_an_image_that_is_no_mask_stays_refused(masks: dict[str, Any], name: str
 
 @pytest.mark.parametrize("name", AUGMENTED)
 def test_an_augmented_image_shows_the_same_part(tmp_path: Path, name: str) -> None:
-    samples = [sample("png-rgb.png"), sample("jpeg-444.jpg")]
-    shard = write_tar(tmp_path / "a.tar", samples)
+    shard = write_tar(tmp_path / "a.tar", [sample("png-rgb.png"), sample("jpeg-444.jpg")])
     fields = {"x": wt.image(**AUGMENTED[name])}
-    values: list[float] = []
-    with closing(wt.Loader(str(shard), fields, batch_size=2, shuffle=False)) as loader:
-        for epoch in range(4):
-            for batch in loader.epoch(epoch, until=epoch + 1):
-                values += [value for image in batch["x"] for value in grid(image)]
-    check_close("images", name, values, TOLERANCE)
+    with closing(wt.Loader(shard, fields, batch_size=2, shuffle=False)) as loader:
+        batches = [list(loader.epoch(epoch, until=epoch + 1)) for epoch in range(4)]
+    images = [image for (batch,) in batches for image in batch["x"]]
+    check_close("images", name, [value for image in images for value in grid(image)], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", BATCHES)
