@@ -198,6 +198,7 @@ def test_texts_json_numbers_and_arrays_are_shown_by_type(tmp_path: Path) -> None
     ]
     numbers = [(f"{n}", {"npy": npy(array)}) for n, array in enumerate(arrays)]
     for view in wt.peek(write_tar(tmp_path / "y.tar", numbers)):  # scaled by their range
+        assert view.picture is not None
         assert np.abs(view.picture - np.moveaxis(shares, 0, -1) * 255).max() <= 1
 
 
