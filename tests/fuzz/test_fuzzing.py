@@ -107,14 +107,6 @@ def test_any_written_names_and_sizes_are_read_back(written: dict[str, dict[str, 
 
 
 @some
-@given(st.lists(st.tuples(st.text(max_size=150), st.binary(max_size=30)), max_size=6))
-def test_any_text_as_a_name_is_read_back_also_by_tarfile(given: list[tuple[str, bytes]]) -> None:
-    pairs = [(name.encode("utf-8", "surrogatepass"), data) for name, data in given]
-    lines = [name.replace(b"\n", b"") + b"=" + data.replace(b"\n", b"") for name, data in pairs]
-    targets.run_written(b"\n".join(lines))
-
-
-@some
 @given(seeds, st.sampled_from([*KINDS.values()]), st.sampled_from([0, 1, 3, 4, 5]))
 def test_a_damaged_tar_is_read_correctly_or_refused_and_repaired_to_intact_samples(
     seed: int, kind: Any, number: int
