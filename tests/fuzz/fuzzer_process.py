@@ -19,6 +19,7 @@ import traceback
 from random import Random
 
 import atheris
+import torch  # noqa: F401  its import is too slow for the time limit of the first image
 
 with atheris.instrument_imports(include=["wdstrain"], enable_loader_override=False):
     from tests.fuzz.targets import TARGETS
