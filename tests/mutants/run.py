@@ -42,7 +42,7 @@ PROGRAM = """if True:
     import sys, pytest
     sys.path[:0] = [""]
     for number, test in enumerate(sys.argv[2:]):
-        words = ["-o", "addopts=", "-v", "-x", "-rfE", "--tb=no", "--basetemp", f"../base{number}"]
+        words = ["-o", "addopts=", "-vv", "-x", "-rfE", "--tb=no", "--basetemp", f"../base{number}"]
         words += ["-m", "not slow and not alone", "--strict-markers", "-o", "timeout_method=signal"]
         words += ["--timeout", sys.argv[1], "-p", "no:xdist"]
         status = pytest.main([*words, test])
