@@ -114,6 +114,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shards/tar.py": ("tests/shards/test_tar.py",),
     "shards/kinds.py": ("tests/decode/test_label_columns.py", "tests/decode/test_fields.py"),
     "shards/where.py": ("tests/shards/test_selection.py", "tests/oracle/test_selecting.py"),
+    "shards/declare.py": ("tests/inspection/test_changed_index.py",),
     "storage/files.py": ("tests/storage/test_replaced_shards.py",),
     "storage/http.py": (
         "tests/storage/test_odd_servers.py::test_addresses_that_expired_are_renewed_once_for_all_files",
