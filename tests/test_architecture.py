@@ -23,23 +23,10 @@ from wdstrain.native import kernels
 PACKAGE = ROOT / "wdstrain"
 
 # Packages and top-level modules, lowest first; each imports only from itself and from layers below.
-LAYERS = [
-    {"errors"},
-    {"report", "native"},
-    {"memory"},
-    {"runtime"},
-    {"order"},
-    {"storage"},
-    {"shards"},
-    {"decode"},
-    {"reader", "augment"},
-    {"loader"},
-    {"conversion", "webdataset"},
-    {"inspection", "tuning"},
-    {"training"},
-    {"demo", "serve"},
-    {"cli"},
-    {"", "__main__"},
+LAYERS: list[set[str]] = [
+    *({"errors"}, {"report", "native"}, {"memory"}, {"runtime"}, {"order"}, {"storage"}),
+    *({"shards"}, {"decode"}, {"reader", "augment"}, {"loader"}, {"conversion", "webdataset"}),
+    *({"inspection", "tuning"}, {"training"}, {"demo", "serve"}, {"cli"}, {"", "__main__"}),
 ]
 
 # Greatest number of statements in a package, docstrings not counted. Numbers only go down: a change
@@ -85,42 +72,27 @@ def imported(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree_of(path)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "wdstrain"
-        ):
-            base = node.module.removeprefix("wdstrain").lstrip(".")
-            below = [f"{base}.{submodule.name}".lstrip(".") for submodule in node.names]
-            names |= {submodule if submodule in modules() else base for submodule in below}
-        elif isinstance(node, ast.Import):
-            names |= {
-                submodule.name.removeprefix("wdstrain.")
-                for submodule in node.names
-                if submodule.name.startswith("wdstrain.")
-            }
+        listed = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+        start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in (start + one.name for one in listed):
+            if name.startswith("wdstrain."):
+                below = name.removeprefix("wdstrain.")
+                names.add(below if below in modules() or not start else below.rpartition(".")[0])
     return names
 
 
-def test_a_layer_imports_only_from_layers_below() -> None:
+def test_a_layer_imports_only_from_layers_below_and_without_cycles() -> None:
     level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    for name, path in modules().items():
-        layer = name.partition(".")[0]
-        for other in imported(path):
-            below = other.partition(".")[0]
-            if below == layer or (name, other) == ("cli.main", ""):  # it prints the version
-                continue
-            assert level[below] < level[layer], (
-                f"{name} imports {other}, which is not in a layer below"
-            )
-
-
-def test_imports_are_acyclic() -> None:
-    version = {("cli.main", "")}
+    version = ("cli.main", "")  # it prints the version
     graph = {
-        name: {item for item in imported(path) if (name, item) not in version}
+        name: {other for other in imported(path) if (name, other) != version}
         for name, path in modules().items()
     }
+    for name, others in graph.items():
+        for other in others:
+            layer, below = name.partition(".")[0], other.partition(".")[0]
+            is_below = below == layer or level[below] < level[layer]
+            assert is_below, f"{name} imports {other}, which is not in a layer below"
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -155,35 +127,22 @@ def test_no_class_of_loading_has_more_than_250_lines() -> None:
 
 
 def test_every_module_has_a_docstring() -> None:
-    for name, path in modules().items():
-        assert ast.get_docstring(tree_of(path)), f"{name} has no docstring"
+    assert [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))] == []
 
 
 def test_public_names_are_exactly_the_listed_ones() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    imports = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdstrain.")
-    ]
-    bound = {name.asname or name.name for node in imports for name in node.names} - {"doors"}
+    nodes = ast.walk(tree_of(PACKAGE / "__init__.py"))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    own = [node for node in imports if (node.module or "").startswith("wdstrain.")]
+    bound = {name.asname or name.name for node in own for name in node.names} - {"doors"}
     assert bound == set(wdstrain.__all__)
-    assert all(callable(getattr(wdstrain, name)) for name in wdstrain.__all__)
+    assert dir(wdstrain) == wdstrain.__all__ == sorted(wdstrain.__all__)
     with pytest.raises(AttributeError, match="no attribute 'pack_nothing'"):
         _ = wdstrain.pack_nothing
-    assert wdstrain.__all__ == sorted(wdstrain.__all__)
     for name in wdstrain.__all__:
+        assert callable(getattr(wdstrain, name))
         assert getattr(wdstrain, name).__doc__, f"wt.{name} has no docstring"
-
-
-def test_the_package_lists_its_public_names_and_no_others() -> None:
-    _ = wdstrain.Loader
-    assert dir(wdstrain) == wdstrain.__all__
-    assert wdstrain.__version__
-
-
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    """`wt.index(...)` must stay a function after any import."""
+    # `wt.index(...)` must stay a function after any import
     assert not set(wdstrain.__all__) & set(modules())
 
 
@@ -212,13 +171,8 @@ def test_an_import_on_another_system_is_an_error_with_the_next_step(platform: st
 def test_commands_without_torch_do_not_import_it(tmp_path: Path) -> None:
     """Each runs in a child that is forked after the import of the command line."""
     shards = str(write_shards(tmp_path / "shards", [20]))
-    commands = [
-        ["--help"],
-        ["index", shards],
-        ["info", shards],
-        ["verify", shards],
-        ["convert", "tars", shards, str(tmp_path / "out")],
-    ]
+    commands = [["--help"], *([verb, shards] for verb in ("index", "info", "verify"))]
+    commands.append(["convert", "tars", shards, str(tmp_path / "out")])
     code = """if True:
         import json, os, sys
         from wdstrain.cli.main import main
@@ -242,54 +196,32 @@ def test_commands_without_torch_do_not_import_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_installs_a_typed_package_with_its_command(tmp_path: Path) -> None:
     """The wheel is built from the source archive, so the archive is complete too."""
-    run = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(run, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    assert "wdstrain/py.typed" in names
-    assert not [name for name in names if not name.startswith("wdstrain")]
-    assert ("wdstrain/native/libkernels.so" in names) == (kernels.library is not None)
     site, place = tmp_path / "site", tmp_path / "elsewhere"
     place.mkdir()
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True, capture_output=True)
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    code = (
-        "from wdstrain.native import kernels; print(kernels.library is not None, kernels.__file__)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (
-        done.stdout
-        == f"{kernels.library is not None} {site / 'wdstrain' / 'native' / 'kernels.py'}\n"
-    )
-    for command in ([sys.executable, "-m", "wdstrain"], [str(site / "bin" / "wdstrain")]):
+
+    def run(*words: object, **variables: str) -> str:
+        command, environment = list(map(str, words)), {**os.environ, **variables}
         done = subprocess.run(
-            [*command, "--version"],
-            cwd=place,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
+            command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True
         )
-        assert done.stdout == f"wdstrain {wdstrain.__version__}\n"
+        assert done.returncode == 0, command
+        return done.stdout
+
+    python = sys.executable
+    run(python, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    is_compiled = kernels.library is not None
+    assert "wdstrain/py.typed" in names
+    assert not [name for name in names if not name.startswith("wdstrain")]
+    assert ("wdstrain/native/libkernels.so" in names) == is_compiled
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel)
+    code = "from wdstrain.native import kernels as k; print(k.library is not None, k.__file__)"
+    kernels_py = site / "wdstrain" / "native" / "kernels.py"
+    assert run(python, "-c", code, PYTHONPATH=str(site)) == f"{is_compiled} {kernels_py}\n"
+    for command in ([python, "-m", "wdstrain"], [site / "bin" / "wdstrain"]):
+        printed = run(*command, "--version", PYTHONPATH=str(site))
+        assert printed == f"wdstrain {wdstrain.__version__}\n"
 
 
 PRIVATE = re.compile(r"_[a-z]")

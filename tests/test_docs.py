@@ -22,12 +22,7 @@ def test_the_site_is_built_without_warnings_and_needs_no_other_host(tmp_path: Pa
     site = tmp_path / "site"
     build = [
         sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--quiet",
-        "--strict",
-        "--site-dir",
+        *["-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir"],
         str(site),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}

@@ -80,28 +80,19 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with the inputs of the texts: photos/, table, arrays, HDF5, the demo's output."""
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40}, "jpg")
-    rows = [
-        f"photos/{kind},{number / 80}" for number, kind in enumerate(names(tmp_path / "photos"))
-    ]
+    photos = sorted((tmp_path / "photos").rglob("*.jpg"))
+    rows = [f"{path.relative_to(tmp_path)},{n / 80}" for n, path in enumerate(photos)]
     (tmp_path / "log.csv").write_text("\n".join(["file,angle", *rows]) + "\n")
-    for name, array in (
-        ("images", np.zeros((9, 8, 8), np.uint8)),
-        ("labels", np.arange(9) % 3),
-        ("depth", np.zeros((9, 2))),
-    ):
-        np.save(tmp_path / f"{name}.npy", array)
+    np.save(tmp_path / "images.npy", np.zeros((9, 8, 8), np.uint8))
+    np.save(tmp_path / "labels.npy", np.arange(9) % 3)
+    np.save(tmp_path / "depth.npy", np.zeros((9, 2)))
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["events/x"], file["events/energy"] = np.zeros((90, 4), np.float32), np.arange(90) / 8
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    wdstrain.convert_folder(
-        "photos", "shards/demo", split={"train": 0.8, "val": 0.2}
-    )  # the demo makes such a set of other images
+    # the demo makes such a set of other images
+    wdstrain.convert_folder("photos", "shards/demo", split={"train": 0.8, "val": 0.2})
     return tmp_path
-
-
-def names(photos: Path) -> list[str]:
-    return [f"{path.parent.name}/{path.name}" for path in sorted(photos.rglob("*.jpg"))]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +107,12 @@ def test_code_blocks_of_a_guide_run(
     text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run blocks in order in one folder; shell errors and Python warnings fail the test."""
-    monkeypatch.setenv(
-        "PATH",
-        os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
-    )
+    path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts another Python
     if text.stem not in FROM_NOTHING:
-        wdstrain.convert_folder(
-            "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify="label"
-        )
+        split = {"train": 0.8, "val": 0.2}
+        wdstrain.convert_folder("photos", "shards/photos", split=split, stratify="label")
     for block in itertools.chain.from_iterable(map(versions, blocks(text))):
         if block.language == "text" or "scripts/" in block.code:  # these have their own tests
             continue
@@ -134,12 +122,10 @@ def test_code_blocks_of_a_guide_run(
         # warnings are errors in a snippet, but those of other trainers are not ours
         program = "python" if text.stem == "trainers" else "snippet"
         command = block.code if block.language == "bash" else f"{program} block.py"
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True
-        )
-        assert done.returncode == 0, (
-            f"{text.name}, line {block.line}\n{block.code}\n{done.stdout}{done.stderr}"
-        )
+        shell = ["bash", "-euo", "pipefail", "-c", command]
+        done = subprocess.run(shell, capture_output=True, text=True)
+        place = f"{text.name}, line {block.line}\n{block.code}"
+        assert done.returncode == 0, f"{place}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow
@@ -151,38 +137,25 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     """
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("the tests run in another environment than scripts/test.sh makes")
-    (block,) = [
-        block.code
-        for block in blocks(README)
-        if block.language == "bash" and "scripts/" in block.code
-    ]
+    (block,) = [b.code for b in blocks(README) if b.language == "bash" and "scripts/" in b.code]
     commands = [line.split("#")[0].split() for line in block.splitlines() if line.strip()]
     assert commands == [["bash", "scripts/demo.sh"], ["bash", "scripts/test.sh"]]
+    demo, checks = [str(ROOT / words[1]) for words in commands]
     output = []
-    for command, words in zip(commands, (["--dir", str(tmp_path)], ["--version"]), strict=True):
-        done = subprocess.run(
-            ["bash", str(ROOT / command[1]), *words], cwd=tmp_path, capture_output=True, text=True
-        )
+    # The demo can run again in the same folder.
+    for words in (
+        [demo, "--dir", str(tmp_path)],
+        [checks, "--version"],
+        [demo, "--dir", str(tmp_path)],
+    ):
+        done = subprocess.run(["bash", *words], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         output.append(done.stdout)
-    # The demo can run again in the same folder.
-    again = [*commands[0], "--dir", str(tmp_path)]
-    run = ["bash", str(ROOT / again[1]), *again[2:]]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1200 (train" in done.stdout
     last = json.loads((tmp_path / "photos-run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val"]["accuracy"] >= 0.97
-    for word in (
-        "1200 (train",
-        "shards",
-        "MB",
-        "samples/s",
-        "stall",
-        "accuracy",
-        "wdstrain convert folder IMAGES",
-    ):
-        assert word in output[0]
+    words = ["1200 (train", "shards", "MB", "samples/s", "stall", "accuracy"]
+    assert all(word in output[0] for word in [*words, "wdstrain convert folder IMAGES"])
+    assert "1200 (train" in output[2]
     table = output[0].partition("\nNext,")[0].splitlines()[-8:]
     assert max(map(len, table)) <= 80
 
@@ -211,24 +184,17 @@ def test_every_link_resolves() -> None:
                 continue
             path, _, anchor = target.partition("#")
             place = (text.parent / path).resolve() if path else text
-            assert place.is_relative_to(ROOT.resolve()), (
-                f"{text.name}: {target} leads out of the project"
-            )
-            assert place.exists(), f"{text.name}: {target} leads nowhere"
+            is_inside = place.is_relative_to(ROOT.resolve()) and place.exists()
+            assert is_inside, f"{text.name}: {target} leads nowhere in the project"
             assert not anchor or anchor in anchors(place), f"{text.name}: {target} names no heading"
         for path in re.findall(r"`((?:tests|scripts|wdstrain)/[\w/.-]+)`", prose(text)):
             assert (ROOT / path).exists(), f"{text.name} speaks of {path}"
 
 
-def test_every_guide_is_linked_from_the_readme() -> None:
-    assert GUIDES
-    for guide in GUIDES:
-        assert f"(docs/{guide.name})" in README.read_text()
-
-
-def test_the_readme_and_the_guides_have_bounded_length() -> None:
+def test_every_guide_is_linked_from_the_readme_and_none_is_long() -> None:
     assert len(README.read_text().splitlines()) <= 150
     for guide in GUIDES:
+        assert f"(docs/{guide.name})" in README.read_text()
         assert len(guide.read_text().splitlines()) <= 250, guide.name
 
 
@@ -260,31 +226,13 @@ def test_the_quick_start_has_every_verb_and_the_texts_every_public_name(
 
 
 def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    verbs = [
-        ["convert", kind]
-        for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
-    ]
-    verbs += [
-        [verb]
-        for verb in re.findall(r"^\| `(\w+)` ", COMMANDS.read_text(), re.MULTILINE)
-        if verb != "convert"
-    ]
+    kinds = ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
+    verbs = [[verb] for verb in re.findall(r"^\| `(\w+)` ", COMMANDS.read_text(), re.MULTILINE)]
+    verbs += [["convert", kind] for kind in kinds]
     # options of torchrun, srun, the example for Ray, and one of containers
-    known = {
-        "--ntasks-per-node",
-        "--gpus-per-node",
-        "--storage",
-        "--workers",
-        "--gpu",
-        "--standalone",
-        "--nproc-per-node",
-        "--nnodes",
-        "--max-restarts",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--shm-size",
-        "--to",
-    }
+    known = {"--ntasks-per-node", "--gpus-per-node", "--storage", "--workers", "--gpu", "--to"}
+    known |= {"--standalone", "--nproc-per-node", "--nnodes", "--max-restarts", "--shm-size"}
+    known |= {"--rdzv-backend", "--rdzv-endpoint"}
     for verb in verbs:
         with pytest.raises(SystemExit):
             main([*verb, "--help"])

@@ -16,11 +16,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
 
 def test_ci_tests_the_lower_bounds_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["demo"], *extras["tables"], *extras["hdf5"]]
+    texts = [*PROJECT["dependencies"], *EXTRAS["demo"], *EXTRAS["tables"], *EXTRAS["hdf5"]]
     required = {}
     for requirement in map(Requirement, texts):
         bounds = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
@@ -33,13 +34,11 @@ def test_ci_tests_the_lower_bounds_of_the_project() -> None:
 
 def test_every_dependency_of_the_tests_is_pinned_to_a_version_that_fits() -> None:
     """scripts/setup.sh installs the pinned versions, for the Python that runs it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "scripts" / "requirements.lock").read_text().splitlines()
     pinned = [Requirement(line) for line in lines if not line.startswith("#")]
     assert all(str(pin.specifier).startswith("==") for pin in pinned)
-    extras = project["optional-dependencies"]
     chosen = {"archives", "demo", "docs", "tables", "hdf5", "s3", "test", "dev"}
-    texts = project["dependencies"] + [text for name in chosen for text in extras[name]]
+    texts = PROJECT["dependencies"] + [text for name in chosen for text in EXTRAS[name]]
     for version in ("3.10", "3.11", "3.12", "3.13", "3.14"):
         python = {"python_version": version, "python_full_version": f"{version}.5"}
         versions = {
@@ -56,14 +55,13 @@ def test_every_dependency_of_the_tests_is_pinned_to_a_version_that_fits() -> Non
 
 
 def test_the_ray_extra_satisfies_the_example() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "scripts" / "examples" / "ray_train.py").read_text()
     stated = re.search(r"Needs Ray (\S+) or newer", text)
     assert stated is not None
     for extra in ("ray", "test"):
         (ray,) = (
             requirement
-            for requirement in map(Requirement, project["optional-dependencies"][extra])
+            for requirement in map(Requirement, EXTRAS[extra])
             if requirement.name == "ray"
         )
         assert {part.version for part in ray.specifier} == {stated[1]}

@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import ROOT
 
 NOISE = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": "/nowhere", "LANG": "de_DE.UTF-8", "PIP_QUIET": "1"}
+NO_SETUP = 'setup() {{ :; }}; fail() {{ exit 9; }}; ROOT="{}"; VENV="$ROOT/.venv"\n'
 
 
 def stub(path: Path, script: str) -> None:
@@ -67,9 +68,7 @@ def test_checks_run_in_a_bare_environment(clone: Path, ci: str) -> None:
     log = clone / "log"
     stub(clone / ".venv" / "bin" / "python", f"echo run: $* >>{log}; env >>{log}")
     stub(clone / "bin" / "nginx", "exit 1")
-    (clone / "scripts" / "setup.sh").write_text(
-        f'setup() {{ :; }}; fail() {{ exit 9; }}; ROOT="{clone}"; VENV="$ROOT/.venv"\n'
-    )
+    (clone / "scripts" / "setup.sh").write_text(NO_SETUP.format(clone))
     (clone / "scripts" / "check_wheel.sh").touch()
     path = f"{clone}/bin:{os.environ['PATH']}"
     done = run(clone, "test.sh", "tests/x.py", PATH=path, **NOISE, **({"CI": ci} if ci else {}))
@@ -85,9 +84,7 @@ def test_checks_run_in_a_bare_environment(clone: Path, ci: str) -> None:
 def test_a_missing_optional_program_is_named_with_the_reason(clone: Path) -> None:
     """Without nginx, and without a way to download it, the tests run and a line says so."""
     stub(clone / ".venv" / "bin" / "python", "exit 0")
-    (clone / "scripts" / "setup.sh").write_text(
-        f'setup() {{ :; }}; fail() {{ exit 9; }}; ROOT="{clone}"; VENV="$ROOT/.venv"\n'
-    )
+    (clone / "scripts" / "setup.sh").write_text(NO_SETUP.format(clone))
     for name in ("env", "bash", "dirname", "mkdir", "timeout", "grep", "nproc", "dpkg", "rm"):
         if found := shutil.which(name):
             (clone / "bin").mkdir(exist_ok=True)
@@ -96,16 +93,3 @@ def test_a_missing_optional_program_is_named_with_the_reason(clone: Path) -> Non
     done = run(clone, "test.sh", "tests/x.py", PATH=str(clone / "bin"))
     assert done.returncode == 0, done.stderr
     assert "Tests with nginx are skipped" in done.stderr
-
-
-def test_a_second_run_keeps_the_files_of_the_first(tmp_path: Path) -> None:
-    """Two runs of pytest in one clone use folders of their own, also at the same time."""
-    (tmp_path / "test_it.py").write_text(
-        "def test_it(tmp_path):\n    (tmp_path / 'file').touch()\n    assert False, str(tmp_path)\n"
-    )
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-c", "pyproject.toml", "."]
-    environment = {**os.environ, "PYTEST_DEBUG_TEMPROOT": str(tmp_path)}
-    for _ in range(2):
-        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
-    assert len(list(tmp_path.glob("pytest-of-*/pytest-[0-9]*/test_it0/file"))) == 2

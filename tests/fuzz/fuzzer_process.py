@@ -19,6 +19,7 @@ import traceback
 from random import Random
 
 import atheris
+import torch  # noqa: F401  its import is too slow for the time limit of the first image
 
 with atheris.instrument_imports(include=["wdstrain"], enable_loader_override=False):
     from tests.fuzz.targets import TARGETS
@@ -38,11 +39,7 @@ def main() -> None:
                 known.add(kind)
                 with open(os.path.join(finds, f"{name}-{kind}"), "wb") as file:
                     file.write(data)
-                print(
-                    f"FIND {kind}: {type(error).__name__}: {str(error)[:300]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"FIND {kind}: {str(error)[:300]}", file=sys.stderr, flush=True)
 
     def mutate(data: bytes, most: int, number: int) -> bytes:
         random = Random(number)
@@ -52,24 +49,19 @@ def main() -> None:
                 return changed
         return bytes(atheris.Mutate(data, most))
 
-    options = {} if target.mutate is None else {"custom_mutator": mutate}
     # libFuzzer reads the peak memory of the process, which includes that of its parent.
     inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    libfuzzer_arguments = [
-        f"-seed={seed}",
-        f"-max_len={target.longest}",
-        f"-rss_limit_mb={2048 + inherited}",
-        "-timeout=10",
-        "-print_final_stats=1",
-        "-close_fd_mask=1",
-    ]
+    flags = [f"-seed={seed}", f"-max_len={target.longest}", f"-rss_limit_mb={2048 + inherited}"]
+    flags += ["-timeout=10", "-print_final_stats=1", "-close_fd_mask=1"]
     if target.words:
-        libfuzzer_arguments.append(f"-dict={_dictionary(corpus, target.words)}")
-    atheris.Setup(
-        [sys.argv[0], *libfuzzer_arguments, f"-artifact_prefix={finds}/{name}-", *words, corpus],
-        run,
-        **options,
-    )
+        dictionary = corpus.rstrip("/") + ".dict"
+        with open(dictionary, "w") as file:
+            for word in (word for word in target.words if len(word) <= 64):
+                file.write('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n')
+        flags.append(f"-dict={dictionary}")
+    options = {} if target.mutate is None else {"custom_mutator": mutate}
+    flags += [f"-artifact_prefix={finds}/{name}-", *words, corpus]
+    atheris.Setup([sys.argv[0], *flags], run, **options)
     atheris.Fuzz()
 
 
@@ -83,14 +75,6 @@ def kind_of(error: BaseException) -> str:
             place = f"{os.path.basename(item.filename)}-{item.name}"
     text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {place}").strip("-")
     return f"{text[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-
-
-def _dictionary(corpus: str, words: tuple[bytes, ...]) -> str:
-    path = corpus.rstrip("/") + ".dict"
-    with open(path, "w") as file:
-        for word in (word for word in words if len(word) <= 64):
-            file.write('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n')
-    return path
 
 
 if __name__ == "__main__":

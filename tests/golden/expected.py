@@ -1,4 +1,4 @@
-"""The files of expected values, and the message of a test that finds another value.
+"""The files of expected values, the message of a test that finds another value, and tiny images.
 
 A file is a JSON object with an entry per name, in `expected/`. A test run only reads it.
 `tests.golden.rewrite` sets `rewriting`, and the same tests then write their values.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def check_names(file: str, names: Iterable[str]) -> None:
     """Check that a file has these entries and no other, or delete the others."""
     names, entries = list(names), read(file)
     if rewriting:
-        write(file, {name: entries[name] for name in names if name in entries})
+        write(file, {name: value for name, value in entries.items() if name in names})
         return
     assert sorted(entries) == sorted(names), f"{file}.json has other entries. Run: {command(file)}"
 
@@ -78,11 +79,8 @@ def command(file: str) -> str:
 def difference(expected: Any, value: Any) -> str:
     """Return what differs, briefly: entries of an object or a list by themselves."""
     if isinstance(expected, dict) and isinstance(value, dict):
-        names = [name for name in [*expected, *value] if expected.get(name) != value.get(name)]
-        return "; ".join(
-            f"{name} was {expected.get(name, 'absent')!r}, is {value.get(name, 'absent')!r}"
-            for name in dict.fromkeys(names)
-        )
+        names = [name for name in {**expected, **value} if expected.get(name) != value.get(name)]
+        return "; ".join(f"{name}: {expected.get(name)!r} -> {value.get(name)!r}" for name in names)
     if isinstance(expected, list) and isinstance(value, list):
         gone = [item for item in expected if item not in value]
         new = [item for item in value if item not in expected]
@@ -143,3 +141,27 @@ def _lines(value: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def png(number: int, width: int = 6, height: int = 5, *, gray: bool = False) -> bytes:
+    """Return a PNG whose pixels depend on a number: RGB, or gray class numbers 0 to 3.
+
+    Its data are not compressed, because the output of zlib differs between its versions.
+    """
+    rows = b""
+    for y in range(height):
+        places = [(x, channel) for x in range(width) for channel in range(1 if gray else 3)]
+        rows += b"\0" + bytes(
+            (number + x + y) % 4 if gray else (17 * number + 5 * x + 3 * y + 90 * channel) % 256
+            for x, channel in places
+        )
+    size = len(rows).to_bytes(2, "little") + (len(rows) ^ 0xFFFF).to_bytes(2, "little")
+    stored = b"\x78\x01\x01" + size + rows + zlib.adler32(rows).to_bytes(4, "big")
+    head = (
+        width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2 * (not gray), 0, 0, 0])
+    )
+    chunks = [b"IHDR" + head, b"IDAT" + stored, b"IEND"]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+        for chunk in chunks
+    )

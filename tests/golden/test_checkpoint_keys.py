@@ -17,8 +17,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from tests.golden.expected import check, check_names, key_paths
-from tests.golden.tiny_images import png
+from tests.golden.expected import check, check_names, key_paths, png
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,15 +36,8 @@ LOADERS: dict[str, dict[str, Any]] = {
 RUNS: dict[str, dict[str, Any]] = {
     "small run": dict(label="label"),
     "large run": dict(
-        label="label,angle",
-        model="small",
-        ema=0.9,
-        optimizer="sgd",
-        momentum=0.9,
-        balance="label",
-        augment="rrc+flip",
-        on_error="replace",
-        monitor="label/accuracy",
+        **dict(label="label,angle", model="small", ema=0.9, optimizer="sgd", momentum=0.9),
+        **dict(balance="label", augment="rrc+flip", on_error="replace", monitor="label/accuracy"),
     ),
 }
 
@@ -85,10 +77,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(24)
     ]
     labels = [wt.Label("angle", "number", "json", "angle")]
-    split = {"train": 0.7, "val": 0.3}
-    wt.pack(
-        samples, folder / "set", classes=["no", "yes"], labels=labels, split=split, stratify="label"
-    )
+    options = {"split": {"train": 0.7, "val": 0.3}, "stratify": "label", "labels": labels}
+    wt.pack(samples, folder / "set", classes=["no", "yes"], **options)
     for name, options in RUNS.items():
         shared = {"epochs": 2, "batch_size": 4, "image_size": 8, "device": "cpu"}
         wt.train(folder / "set", folder / name, **shared, **options)

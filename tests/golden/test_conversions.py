@@ -25,8 +25,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from tests.golden.expected import check, check_names, digest
-from tests.golden.tiny_images import png
+from tests.golden.expected import check, check_names, digest, png
 
 COUNT = 30
 KINDS = ["ant", "bee", "cat"]
@@ -46,44 +45,37 @@ ROWS = [
 def write_photos(folder: Path) -> Path:
     """Write the images that `ROWS` name."""
     for number, row in enumerate(ROWS):
-        path = folder / str(row["photo"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(number))
+        write_image(folder / str(row["photo"]), number)
     return folder
 
 
 def write_classes(folder: Path, count: int = COUNT) -> Path:
     for number in range(count):
-        path = folder / KINDS[(number + number // 4) % 3] / f"{number:03d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(number))
+        write_image(folder / KINDS[(number + number // 4) % 3] / f"{number:03d}.png", number)
     return folder
+
+
+def write_image(path: Path, number: int, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(number, **options))
 
 
 def write_source_shards(folder: Path) -> Path:
     """Write three shards with an index: samples with a PNG, a class and a JSON document."""
+    fields = [
+        {"png": png(n), "cls": b"%d" % (n % 3), "json": json.dumps(ROWS[n]).encode()}
+        for n in range(COUNT)
+    ]
     for shard in range(3):
-        samples = [
-            (
-                f"a/{n:03d}",
-                {"png": png(n), "cls": b"%d" % (n % 3), "json": json.dumps(ROWS[n]).encode()},
-            )
-            for n in range(10 * shard, 10 * shard + 10)
-        ]
+        samples = [(f"a/{n:03d}", fields[n]) for n in range(10 * shard, 10 * shard + 10)]
         write_tar(folder / f"old-{shard}.tar", samples)
     wt.index(str(folder), columns=["json.angle"], label="cls", classes=KINDS)
     return folder
 
 
 def class_folders(source: Path, out: Path, **options: Any) -> None:
-    wt.convert_folder(
-        write_classes(source),
-        out,
-        split={"train": 0.7, "val": 0.3},
-        stratify="label",
-        max_shard_samples=8,
-        **options,
-    )
+    options |= {"split": {"train": 0.7, "val": 0.3}, "stratify": "label", "max_shard_samples": 8}
+    wt.convert_folder(write_classes(source), out, **options)
 
 
 def folders_of_splits(source: Path, out: Path, **options: Any) -> None:
@@ -93,14 +85,10 @@ def folders_of_splits(source: Path, out: Path, **options: Any) -> None:
 
 
 def flat_folder_with_masks(source: Path, out: Path, **options: Any) -> None:
-    write_classes(source / "images")
-    for path in sorted((source / "images").rglob("*.png")):
-        mask = source / "masks" / path.relative_to(source / "images")
-        mask.parent.mkdir(parents=True, exist_ok=True)
-        mask.write_bytes(png(int(path.stem), gray=True))
-    wt.convert_folder(
-        source / "images", out, flat=True, masks=source / "masks", max_shard_size=17_408, **options
-    )
+    images, masks = write_classes(source / "images"), source / "masks"
+    for path in images.rglob("*.png"):
+        write_image(masks / path.relative_to(images), int(path.stem), gray=True)
+    wt.convert_folder(images, out, flat=True, masks=masks, max_shard_size=17_408, **options)
 
 
 def csv_table(source: Path, out: Path, **options: Any) -> None:
@@ -108,35 +96,17 @@ def csv_table(source: Path, out: Path, **options: Any) -> None:
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
         writer.writerows(ROWS)
-    wt.convert_table(
-        source / "log.csv",
-        out,
-        image="photo",
-        label=["kind", "angle", "tags:multi"],
-        split={"train": 0.8, "val": 0.2},
-        group_by="sender",
-        max_shard_samples=10,
-        seed=3,
-        **options,
-    )
+    options |= {"label": ["kind", "angle", "tags:multi"], "split": {"train": 0.8, "val": 0.2}}
+    options |= {"group_by": "sender", "max_shard_samples": 10, "seed": 3}
+    wt.convert_table(source / "log.csv", out, image="photo", **options)
 
 
 def json_lines_table(source: Path, out: Path, **options: Any) -> None:
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     (write_photos(source) / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    wt.convert_table(
-        source / "log.jsonl",
-        out,
-        image="photo",
-        label="kind",
-        where="angle > -0.5",
-        limit=20,
-        split={"a": 0.5, "b": 0.3, "c": 0.2},
-        stratify="kind",
-        group_by="sender",
-        max_shard_samples=6,
-        **options,
-    )
+    options |= {"label": "kind", "where": "angle > -0.5", "limit": 20, "max_shard_samples": 6}
+    options |= {"split": {"a": 0.5, "b": 0.3, "c": 0.2}, "stratify": "kind", "group_by": "sender"}
+    wt.convert_table(source / "log.jsonl", out, image="photo", **options)
 
 
 def parquet_of_image_bytes(source: Path, out: Path, **options: Any) -> None:
@@ -144,15 +114,8 @@ def parquet_of_image_bytes(source: Path, out: Path, **options: Any) -> None:
     images = [{"bytes": png(n), "path": f"{n}.png"} for n in range(COUNT)]
     source.mkdir()
     pq.write_table(pa.table({"image": images, **columns}), source / "part.parquet")
-    wt.convert_table(
-        source / "part.parquet",
-        out,
-        image="image",
-        label=["angle:number", "kind:class"],
-        classes=["cat", "bee", "ant"],
-        max_shard_samples=16,
-        **options,
-    )
+    options |= {"label": ["angle:number", "kind:class"], "classes": ["cat", "bee", "ant"]}
+    wt.convert_table(source / "part.parquet", out, image="image", max_shard_samples=16, **options)
 
 
 def hdf5_file(source: Path, out: Path, **options: Any) -> None:
@@ -163,37 +126,21 @@ def hdf5_file(source: Path, out: Path, **options: Any) -> None:
         file["x/names"] = [f"n {n}" for n in range(COUNT)]
         file["x/depth"] = np.arange(COUNT) / 2
     fields = {"points": "x/points", "cls": "x/kinds", "depth": "x/depth"}
-    wt.convert_hdf5(
-        source / "data.h5",
-        out,
-        fields,
-        key="x/names",
-        label=["cls", "depth:number"],
-        classes=KINDS,
-        max_shard_samples=12,
-        **options,
-    )
+    options |= {"label": ["cls", "depth:number"], "classes": KINDS, "max_shard_samples": 12}
+    wt.convert_hdf5(source / "data.h5", out, fields, key="x/names", **options)
 
 
 def arrays_of_numpy(source: Path, out: Path, **options: Any) -> None:
     source.mkdir()
     np.save(source / "x.npy", np.arange(COUNT * 4, dtype="<i2").reshape(COUNT, 4))
     arrays = {"x": source / "x.npy", "cls": np.arange(COUNT) % 4, "y": np.linspace(0, 1, COUNT)}
-    wt.convert_arrays(
-        arrays, out, label=["cls:class", "y:number"], split={"a": 0.5, "b": 0.5}, **options
-    )
+    options |= {"label": ["cls:class", "y:number"], "split": {"a": 0.5, "b": 0.5}}
+    wt.convert_arrays(arrays, out, **options)
 
 
 def tars_with_conditions(source: Path, out: Path, **options: Any) -> None:
-    wt.convert_tars(
-        write_source_shards(source),
-        out,
-        where="angle < 2 and json.sender != 's3'",
-        rename={"png": "image.png"},
-        drop=["json"],
-        max_shard_samples=9,
-        **options,
-    )
+    options |= {"where": "angle < 2 and json.sender != 's3'", "rename": {"png": "image.png"}}
+    wt.convert_tars(write_source_shards(source), out, drop=["json"], max_shard_samples=9, **options)
 
 
 def tars_in_file_order(source: Path, out: Path, **options: Any) -> None:
@@ -257,22 +204,10 @@ def a_set_that_grew_and_shrank(source: Path, out: Path, **options: Any) -> None:
 CONVERSIONS: dict[str, Callable[..., None]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        class_folders,
-        folders_of_splits,
-        flat_folder_with_masks,
-        csv_table,
-        json_lines_table,
-        parquet_of_image_bytes,
-        hdf5_file,
-        arrays_of_numpy,
-        tars_with_conditions,
-        tars_in_file_order,
-        torchvision_set,
-        packed_samples,
-        packed_samples_with_odd_keys,
-        packed_samples_of_many_classes,
-        packed_pairs_with_bad_ones,
-        a_set_that_grew_and_shrank,
+        *(class_folders, folders_of_splits, flat_folder_with_masks, csv_table, json_lines_table),
+        *(parquet_of_image_bytes, hdf5_file, arrays_of_numpy, tars_with_conditions),
+        *(tars_in_file_order, torchvision_set, packed_samples, packed_samples_with_odd_keys),
+        *(packed_samples_of_many_classes, packed_pairs_with_bad_ones, a_set_that_grew_and_shrank),
     )
 }
 

@@ -7,6 +7,7 @@ hash of the keys in their order, and that of the random numbers.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -40,98 +41,84 @@ THIRDS = {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}
 RAMP = np.linspace(0, 3, sum(SMALL))
 HEAVY = np.where(np.arange(sum(LARGE)) % 5, 1.25, 6.2779)  # 12,310 further occurrences
 
-# Name, then the options of the loader. Other words: `world` ranks; `set` is the set to read;
-# `choose` takes samples of the index; `mix` is a mixture: the weights of its sets, None for the
-# default. A buffer of 1000 is larger than the small set.
+# Name, then the options of the loader. `batch` is batch_size, and `buffer` is shuffle_buffer. Other
+# words: `world` ranks; `set` is the set to read; `choose` takes samples of the index; `mix` is a
+# mixture: the weights of its sets, None for the default. A buffer of 1000 is larger than the small set.
 PLANS: dict[str, dict[str, Any]] = {
-    "default": dict(batch_size=8),
-    "file order, drop": dict(batch_size=8, shuffle=False),
-    "file order, keep, 3 ranks": dict(batch_size=4, shuffle=False, tail="keep", world=3),
-    "file order, pad, 2 ranks, 4 lanes": dict(
-        batch_size=4, shuffle=False, tail="pad", world=2, lanes=4
-    ),
-    "buffer 1, drop": dict(batch_size=4, shuffle_buffer=1),
-    "buffer 1, keep, 2 ranks": dict(batch_size=8, shuffle_buffer=1, tail="keep", world=2),
-    "buffer 6, drop": dict(batch_size=4, shuffle_buffer=6),
-    "buffer 6, pad, 2 ranks": dict(batch_size=4, shuffle_buffer=6, tail="pad", world=2),
-    "buffer 6, keep, 4 ranks": dict(batch_size=4, shuffle_buffer=6, tail="keep", world=4),
-    "buffer 6, drop, large set": dict(batch_size=500, shuffle_buffer=6, set="large"),
-    "buffer 100, drop, 2 lanes": dict(batch_size=8, shuffle_buffer=100, lanes=2),
-    "buffer 100, pad, 3 lanes": dict(batch_size=6, shuffle_buffer=100, tail="pad", lanes=3),
-    "buffer 100, keep, 4 lanes, 2 ranks": dict(
-        batch_size=4, shuffle_buffer=100, tail="keep", lanes=4, world=2
-    ),
-    "buffer 100, keep, 1 sample a step": dict(
-        batch_size=1, shuffle_buffer=100, tail="keep", world=2
-    ),
+    "default": dict(batch=8),
+    "file order, drop": dict(batch=8, shuffle=False),
+    "file order, keep, 3 ranks": dict(batch=4, shuffle=False, tail="keep", world=3),
+    "file order, pad, 2 ranks, 4 lanes": dict(batch=4, shuffle=False, tail="pad", world=2, lanes=4),
+    "buffer 1, drop": dict(batch=4, buffer=1),
+    "buffer 1, keep, 2 ranks": dict(batch=8, buffer=1, tail="keep", world=2),
+    "buffer 6, drop": dict(batch=4, buffer=6),
+    "buffer 6, pad, 2 ranks": dict(batch=4, buffer=6, tail="pad", world=2),
+    "buffer 6, keep, 4 ranks": dict(batch=4, buffer=6, tail="keep", world=4),
+    "buffer 6, drop, large set": dict(batch=500, buffer=6, set="large"),
+    "buffer 100, drop, 2 lanes": dict(batch=8, buffer=100, lanes=2),
+    "buffer 100, pad, 3 lanes": dict(batch=6, buffer=100, tail="pad", lanes=3),
+    "buffer 100, keep, 4 lanes, 2 ranks": dict(batch=4, buffer=100, tail="keep", lanes=4, world=2),
+    "buffer 100, keep, 1 sample a step": dict(batch=1, buffer=100, tail="keep", world=2),
     "buffer 100, pad, large set, 2 ranks": dict(
-        batch_size=500, shuffle_buffer=100, tail="pad", world=2, set="large"
+        batch=500, buffer=100, tail="pad", world=2, set="large"
     ),
-    "buffer 1000, drop, 4 ranks": dict(batch_size=2, shuffle_buffer=1000, world=4),
-    "buffer 1000, pad, 3 ranks": dict(batch_size=4, shuffle_buffer=1000, tail="pad", world=3),
-    "buffer 1000, keep, another seed": dict(
-        batch_size=4, shuffle_buffer=1000, tail="keep", seed=-77
-    ),
-    "keep, whole batches, 3 lanes": dict(batch_size=15, shuffle_buffer=9, tail="keep", lanes=3),
-    "pad, whole batches, 5 lanes": dict(batch_size=35, shuffle_buffer=9, tail="pad", lanes=5),
-    "pad, a batch larger than the set": dict(batch_size=40, tail="pad", world=4, lanes=8),
-    "keep, a batch larger than the set": dict(batch_size=40, tail="keep", world=4, lanes=8),
+    "buffer 1000, drop, 4 ranks": dict(batch=2, buffer=1000, world=4),
+    "buffer 1000, pad, 3 ranks": dict(batch=4, buffer=1000, tail="pad", world=3),
+    "buffer 1000, keep, another seed": dict(batch=4, buffer=1000, tail="keep", seed=-77),
+    "keep, whole batches, 3 lanes": dict(batch=15, buffer=9, tail="keep", lanes=3),
+    "pad, whole batches, 5 lanes": dict(batch=35, buffer=9, tail="pad", lanes=5),
+    "pad, a batch larger than the set": dict(batch=40, tail="pad", world=4, lanes=8),
+    "keep, a batch larger than the set": dict(batch=40, tail="keep", world=4, lanes=8),
     "keep, lanes that end early": dict(
-        batch_size=8, shuffle_buffer=6, tail="keep", world=2, lanes=4, where="year < 2033"
+        batch=8, buffer=6, tail="keep", world=2, lanes=4, where="year < 2033"
     ),
     "keep, ranks that end early": dict(
-        batch_size=3, shuffle_buffer=6, tail="keep", world=4, where="year < 2025"
+        batch=3, buffer=6, tail="keep", world=4, where="year < 2025"
     ),
     "keep, lanes that end early, 2 steps": dict(
-        batch_size=8, shuffle_buffer=6, tail="keep", world=2, lanes=4, where="year < 2018"
+        batch=8, buffer=6, tail="keep", world=2, lanes=4, where="year < 2018"
     ),
-    "keep, ranks without samples, 1 step": dict(
-        batch_size=2, tail="keep", world=4, where="year < 2002"
-    ),
-    "pad, samples for one lane": dict(batch_size=2, tail="pad", world=4, where="year < 2002"),
-    "weights of an array": dict(batch_size=8, shuffle_buffer=6, weights=RAMP),
-    "weights of a column, 2 ranks": dict(batch_size=8, tail="keep", world=2, weights="often"),
-    "weights without repeats": dict(batch_size=8, shuffle=False, tail="keep", weights=RAMP / 3),
+    "keep, ranks without samples, 1 step": dict(batch=2, tail="keep", world=4, where="year < 2002"),
+    "pad, samples for one lane": dict(batch=2, tail="pad", world=4, where="year < 2002"),
+    "weights of an array": dict(batch=8, buffer=6, weights=RAMP),
+    "weights of a column, 2 ranks": dict(batch=8, tail="keep", world=2, weights="often"),
+    "weights without repeats": dict(batch=8, shuffle=False, tail="keep", weights=RAMP / 3),
     "weights, file order, large set": dict(
-        batch_size=1000, shuffle=False, tail="keep", set="large", weights=HEAVY
+        batch=1000, shuffle=False, tail="keep", set="large", weights=HEAVY
     ),
-    "balance of classes": dict(batch_size=8, shuffle_buffer=6, balance="kind"),
-    "balance, pad, 3 lanes": dict(
-        batch_size=6, shuffle_buffer=100, tail="pad", lanes=3, balance="kind"
-    ),
-    "mixture by sizes": dict(batch_size=8, mix=None),
+    "balance of classes": dict(batch=8, buffer=6, balance="kind"),
+    "balance, pad, 3 lanes": dict(batch=6, buffer=100, tail="pad", lanes=3, balance="kind"),
+    "mixture by sizes": dict(batch=8, mix=None),
     "mixture 5:3:1, buffer 6, 2 ranks": dict(
-        batch_size=6, shuffle_buffer=6, world=2, mix={"one": 5, "two": 3, "three": 1}
+        batch=6, buffer=6, world=2, mix={"one": 5, "two": 3, "three": 1}
     ),
     "mixture, file order, 4 lanes": dict(
-        batch_size=4, shuffle=False, lanes=4, mix={"one": 1, "two": 1, "three": 0.3}
+        batch=4, shuffle=False, lanes=4, mix={"one": 1, "two": 1, "three": 0.3}
     ),
     "mixture, 1 sample a step": dict(
-        batch_size=1, shuffle_buffer=100, mix={"one": 0.2, "two": 0.5, "three": 0.3}
+        batch=1, buffer=100, mix={"one": 0.2, "two": 0.5, "three": 0.3}
     ),
-    "mixture, 1 sample of a set": dict(
-        batch_size=4, mix={"one": 0.5, "two": 0.486, "three": 0.014}
-    ),
-    "where": dict(batch_size=4, where="kind != 'rare' and year >= 2020", world=2),
-    "sample of a share": dict(batch_size=4, choose=lambda index: index.sample(0.3, seed=1)),
-    "sample of a number": dict(batch_size=4, choose=lambda index: index.sample(50)),
-    "split": dict(batch_size=4, choose=split("b", THIRDS, seed=2)),
-    "split by groups": dict(batch_size=4, choose=split("a", THIRDS, by="group")),
-    "split, stratified": dict(batch_size=4, choose=split("c", THIRDS, stratify="kind")),
+    "mixture, 1 sample of a set": dict(batch=4, mix={"one": 0.5, "two": 0.486, "three": 0.014}),
+    "where": dict(batch=4, where="kind != 'rare' and year >= 2020", world=2),
+    "sample of a share": dict(batch=4, choose=lambda index: index.sample(0.3, seed=1)),
+    "sample of a number": dict(batch=4, choose=lambda index: index.sample(50)),
+    "split": dict(batch=4, choose=split("b", THIRDS, seed=2)),
+    "split by groups": dict(batch=4, choose=split("a", THIRDS, by="group")),
+    "split, stratified": dict(batch=4, choose=split("c", THIRDS, stratify="kind")),
     "split by groups, stratified": dict(
-        batch_size=4, choose=split("b", {"a": 0.6, "b": 0.4}, by="group", stratify="kind")
+        batch=4, choose=split("b", {"a": 0.6, "b": 0.4}, by="group", stratify="kind")
     ),
-    "folds": dict(batch_size=4, choose=fold(1, 4, seed=3)),
-    "folds by groups": dict(batch_size=4, choose=fold(2, 3, by="group", stratify="kind")),
+    "folds": dict(batch=4, choose=fold(1, 4, seed=3)),
+    "folds by groups": dict(batch=4, choose=fold(2, 3, by="group", stratify="kind")),
 }
 
 
 def write_set(folder: Path, counts: list[int], first: int = 0) -> Path:
     """Write shards whose samples have four columns. Keys count from `first`."""
-    number = first
+    numbers = itertools.count(first)
     for shard, count in enumerate(counts):
         samples: list[Sample] = []
-        for _ in range(count):
+        for number in itertools.islice(numbers, count):
             row = {
                 "kind": "rare" if number % 11 == 0 else ["a", "b"][number % 2],
                 "year": 2000 + number,
@@ -139,7 +126,6 @@ def write_set(folder: Path, counts: list[int], first: int = 0) -> Path:
                 "group": f"g{number * 7 % 23}",
             }
             samples.append((f"{number}", {"json": json.dumps(row).encode()}))
-            number += 1
         write_tar(folder / f"{shard:03d}.tar", samples)
     wt.index(str(folder), columns=["json.kind", "json.year", "json.often", "json.group"])
     return folder
@@ -168,17 +154,17 @@ class Numbers:
 
 def loaders(sets: dict[str, Path], plan: dict[str, Any], fields: Any) -> list[wt.Loader]:
     """Return the loader of each rank."""
-    options = {name: plan[name] for name in plan if name not in ("world", "set", "choose", "mix")}
-    index = wt.open(str(sets[plan.get("set", "small")]))
-    made = []
-    for rank in range(plan.get("world", 1)):
-        given = {**options, "rank": rank, "world_size": plan.get("world", 1)}
-        if "mix" in plan:
-            sources = {name: str(sets[name]) for name in ("one", "two", "three")}
-            made.append(wt.mix(sources, fields, weights=plan["mix"], **given))
-        else:
-            made.append(wt.Loader(plan.get("choose", lambda i: i)(index), fields, **given))
-    return made
+    names = {"batch": "batch_size", "buffer": "shuffle_buffer", "world": "world_size"}
+    others = ("set", "choose", "mix")
+    options = {names.get(name, name): plan[name] for name in plan if name not in others}
+    options.setdefault("world_size", 1)
+    ranks = range(options["world_size"])
+    if "mix" in plan:
+        sources = {name: str(sets[name]) for name in ("one", "two", "three")}
+        options["weights"] = plan["mix"]
+        return [wt.mix(sources, fields, rank=rank, **options) for rank in ranks]
+    index = plan.get("choose", lambda i: i)(wt.open(sets[plan.get("set", "small")]))
+    return [wt.Loader(index, fields, rank=rank, **options) for rank in ranks]
 
 
 def rows_of(batch: dict[str, Any]) -> list[str]:
@@ -215,15 +201,15 @@ def test_a_plan_delivers_the_same_order_and_random_numbers(
 
 # Orders that a person can read: one text for each epoch and rank, with " | " between the steps.
 SHORT: dict[str, dict[str, Any]] = {
-    "short: default": dict(batch_size=4, where="year < 2021"),
+    "short: default": dict(batch=4, where="year < 2021"),
     "short: buffer 4, keep, 2 ranks": dict(
-        batch_size=4, shuffle_buffer=4, tail="keep", world=2, where="year < 2021"
+        batch=4, buffer=4, tail="keep", world=2, where="year < 2021"
     ),
     "short: file order, pad, 2 ranks": dict(
-        batch_size=4, shuffle=False, tail="pad", world=2, where="year < 2021"
+        batch=4, shuffle=False, tail="pad", world=2, where="year < 2021"
     ),
-    "short: balance": dict(batch_size=4, shuffle_buffer=3, balance="kind", where="year < 2021"),
-    "short: mixture": dict(batch_size=4, shuffle_buffer=12, mix={"one": 2, "two": 1, "three": 1}),
+    "short: balance": dict(batch=4, buffer=3, balance="kind", where="year < 2021"),
+    "short: mixture": dict(batch=4, buffer=12, mix={"one": 2, "two": 1, "three": 1}),
 }
 
 

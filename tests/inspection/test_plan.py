@@ -4,9 +4,9 @@ true.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,8 @@ import wdstrain as wt
 from tests.conftest import Sample, write_shards, write_tar
 from tests.support.orders import lane_of
 from wdstrain.cli import main
-from wdstrain.errors import PlanError
 from wdstrain.order.rng import uniform
 from wdstrain.serve import Server
-from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.resolve import open_index
 
 OPTIONS: list[dict[str, Any]] = [
     {"batch_size": 4},
@@ -41,12 +38,37 @@ def plan_and_loaders(index: wt.Index, options: dict[str, Any]) -> tuple[Any, lis
     return wt.plan_epoch(index, **options), loaders
 
 
+def held(index: wt.Index, loader: wt.Loader, planned: Any) -> np.ndarray[Any, Any]:
+    """Return the bytes that a rank holds at each step. int64[steps]
+
+    Each lane is read and delivered sample by sample, as far as a step needs it.
+    """
+    plan: Any = loader.plan(planned.settings["epoch"])
+    sizes = (index.offsets.stop - index.offsets.start).tolist()
+    sums = np.zeros(plan.steps, np.int64)
+    for lane in range(plan.lanes_per_rank):
+        entries = lane_of(plan, loader.rank, lane)
+        due = {number: row.step for number, row in entries}  # padding repeats a sample
+        order = list(due)
+        waiting, read = list[int](), 0
+        for step in range(plan.steps):
+            furthest = max((order.index(i) for i, row in entries if row.step == step), default=-1)
+            waiting += order[read : furthest + 1]
+            read = max(read, furthest + 1)
+            sums[step] += sum(sizes[number] for number in waiting)
+            waiting = [number for number in waiting if due[number] != step]
+    return sums
+
+
 @pytest.mark.parametrize("options", OPTIONS)
-def test_ranks_deliver_and_read_what_was_planned(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_ranks_deliver_read_and_hold_what_was_planned(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     index = wt.index(write_shards(tmp_path, [7, 113, 1, 40, 61]))
     planned, loaders = plan_and_loaders(index, options)
     keys = []
     for rank, loader in zip(planned.ranks, loaders, strict=True):
+        assert rank["held_bytes_most"] == held(index, loader, planned).max()
         batches = list(loader.epoch(planned.settings["epoch"]))
         assert len(batches) == planned.steps == len(loader)
         delivered = [key for batch in batches for key in batch["__key__"]]
@@ -88,55 +110,19 @@ def test_ranks_deliver_the_steps_of_each_bucket_that_were_planned(
 
 
 def test_the_shell_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = ({"json": {"length": n}} for n in LENGTHS)
-    wt.pack(samples, tmp_path / "set", max_shard_samples=90)
-    words = ["plan", str(tmp_path / "set"), "--buckets", "length:45,90", "--budget", "450"]
-    assert main([*words, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["buckets"]
-    assert [(row["bucket"], row["batch"]) for row in rows] == [
-        ("length <= 45", 10),
-        ("length <= 90", 5),
-    ]
-    assert main(words) == 0
-    assert re.search(r"length <= 90 +\d+ steps of 5 on all ranks, \d+ of", capsys.readouterr().out)
-    assert main([*words[:3], "length:45,x"]) == 2
-
-
-def held(index: wt.Index, loader: wt.Loader, planned: Any) -> np.ndarray[Any, Any]:
-    """Return the bytes that a rank holds at each step. int64[steps]
-
-    Each lane is read and delivered sample by sample, as far as a step needs it.
-    """
-    plan: Any = loader.plan(planned.settings["epoch"])
-    sizes = (index.offsets.stop - index.offsets.start).tolist()
-    sums = np.zeros(plan.steps, np.int64)
-    for lane in range(plan.lanes_per_rank):
-        entries = lane_of(plan, loader.rank, lane)
-        due = {number: row.step for number, row in entries}  # padding repeats a sample
-        order = list(due)
-        waiting, read = list[int](), 0
-        for step in range(plan.steps):
-            furthest = max((order.index(i) for i, row in entries if row.step == step), default=-1)
-            waiting += order[read : furthest + 1]
-            read = max(read, furthest + 1)
-            sums[step] += sum(sizes[number] for number in waiting)
-            waiting = [number for number in waiting if due[number] != step]
-    return sums
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_planned_memory_equals_a_replay(tmp_path: Path, options: dict[str, Any]) -> None:
-    index = wt.index(write_shards(tmp_path, [70, 113, 40]))
-    planned, loaders = plan_and_loaders(index, options)
-    for rank, loader in zip(planned.ranks, loaders, strict=True):
-        size = held(index, loader, planned)
-        assert rank["held_bytes_most"] == size.max()
+    wt.pack(({"json": {"length": n}} for n in LENGTHS), tmp_path / "set")
+    words = ["plan", str(tmp_path / "set"), "--budget", "450", "--buckets"]
+    assert main([*words, "length:45,90"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"length <= 45 +\d+ steps of 10 on all ranks, \d+ of", printed)
+    assert re.search(r"length <= 90 +\d+ steps of 5 on all ranks, \d+ of", printed)
+    assert main([*words, "length:45,x"]) == 2
 
 
 def test_planned_requests_equal_the_requests_at_a_server(tmp_path: Path) -> None:
     """In file order and without a second epoch, each byte of a sample is requested once."""
     index = wt.index(write_shards(tmp_path, [70, 113, 40]))
-    with Server(tmp_path, "127.0.0.1", 0) as server:
+    with Server(tmp_path) as server:
         url = f"{server.url}/index.json"
         options: dict[str, Any] = {"batch_size": 1, "shuffle": False}
         rank = wt.plan_epoch(url, **options).ranks[0]
@@ -166,13 +152,12 @@ def test_a_gap_is_a_seek_only_if_it_is_large(tmp_path: Path) -> None:
 
 def by_class(folder: Path, counts: list[int], classes: int) -> Path:
     """Write shards that are sorted by class."""
-    total, number = sum(counts), 0
+    numbers = itertools.count()
     for shard, count in enumerate(counts):
-        samples: list[Sample] = []
-        for _ in range(count):
-            label = str(number * classes // total).encode()
-            samples.append((f"s{number:06d}", {"cls": label, "txt": bytes(200)}))
-            number += 1
+        samples: list[Sample] = [
+            (f"s{n:06d}", {"cls": b"%d" % (n * classes // sum(counts)), "txt": bytes(200)})
+            for n in itertools.islice(numbers, count)
+        ]
         write_tar(folder / f"part-{shard:03d}.tar", samples)
     return folder
 
@@ -220,7 +205,7 @@ def test_a_random_order_is_ideal_and_a_sorted_order_is_not(tmp_path: Path) -> No
     assert lined_up["classes"]["value"] == pytest.approx(50)
 
 
-def test_sorted_shards_get_helpful_advice_to_repack(tmp_path: Path) -> None:
+def test_sorted_shards_get_advice_to_repack_that_helps(tmp_path: Path) -> None:
     folder = by_class(tmp_path / "sorted", [500, 500, 500, 500], 4)
     wt.index(folder, columns=["cls"])
     before: Any = wt.plan_epoch(folder, batch_size=20, shuffle_buffer=50)
@@ -233,36 +218,24 @@ def test_sorted_shards_get_helpful_advice_to_repack(tmp_path: Path) -> None:
     assert wide.quality["classes"]["value"] < 2
     unshuffled = wt.plan_epoch(folder, batch_size=20, shuffle=False)
     assert "Remove --no-shuffle" in repr(unshuffled)
-
-
-def test_shards_that_were_packed_in_random_order_are_well_shuffled(tmp_path: Path) -> None:
-    folder = by_class(tmp_path / "sorted", [500, 500, 500, 500], 4)
-    assert main(["convert", "tars", str(folder), str(tmp_path / "mixed"), "--json"]) == 0
+    wt.convert_tars(folder, tmp_path / "mixed")
     wt.index(tmp_path / "mixed", columns=["cls"])
-    for buffer in (1, 50):
-        after = wt.plan_epoch(tmp_path / "mixed", batch_size=20, shuffle_buffer=buffer)
-        assert after.is_good
-        assert after.verdict == "Well shuffled."
+    after = wt.plan_epoch(tmp_path / "mixed", batch_size=20, shuffle_buffer=1)
+    assert after.verdict == "Well shuffled."
 
 
 def test_classes_come_from_the_index_without_a_read(tmp_path: Path) -> None:
     folder = by_class(tmp_path, [600, 600], 3)
-    wt.index(folder)
-    with Server(folder, "127.0.0.1", 0) as server:
-        bare = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
-        assert server.requests == 2  # index.json and index.arrow
-    assert bare.requests > 0
-    assert bare.quality["classes"] is None
-    assert "wdstrain index DIR --columns NAME" in " ".join(repr(bare).split())
-    wt.index(folder, columns=["cls"])
-    with Server(folder, "127.0.0.1", 0) as server:
-        preview: Any = wt.plan_epoch(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
-        assert server.requests == 2
-    assert preview.quality["classes"]["value"] > 5
-    assert preview.requests > 0
-    assert "requests" in repr(preview)
-    chosen = wt.plan_epoch(folder, where="cls != 2", batch_size=20)
-    assert chosen.samples == 800
+    for columns in ([], ["cls"]):
+        wt.index(folder, columns=columns)
+        with Server(folder) as server:
+            planned: Any = wt.plan_epoch(f"{server.url}/index.json", batch_size=20)
+            assert server.requests == 2  # index.json and index.arrow
+        assert planned.requests > 0
+        assert bool(planned.quality["classes"]) == bool(columns)
+        advice = "wdstrain index DIR --columns NAME"
+        assert (advice in " ".join(repr(planned).split())) != bool(columns)
+    assert wt.plan_epoch(folder, where="cls != 2", batch_size=20).samples == 800
 
 
 # --- command line ---
@@ -275,59 +248,36 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
-    for words in (
-        [],
-        ["--world-size", "2", "--lanes", "4"],
-        ["--world-size", "20", "--batch-size", "3"],
-        ["--no-shuffle"],
-    ):
+def test_plan_prints_at_eighty_columns_and_json_is_the_complete_preview(
+    folder: Path, capsys: Any
+) -> None:
+    for words in ([], ["--world-size", "2", "--lanes", "4"], ["--no-shuffle"]):
         assert main(["plan", str(folder), "--batch-size", "10", *words]) == 0
-        printed = capsys.readouterr()
-        assert max(map(len, printed.out.splitlines())) <= 80
-        assert "exactly once" in printed.out
-        assert "design effect" in printed.out
-        assert " seek" in printed.out
-        assert ("reads most" in printed.out) == ("--world-size" in words)
-    text = " ".join(printed.out.split())
-    assert "Not well shuffled" in text
-
-
-def test_of_several_ranks_the_one_that_reads_most_is_shown(folder: Path) -> None:
-    preview: Any = wt.plan_epoch(folder, world_size=20, batch_size=3)
-    lines = [line for line in repr(preview).splitlines() if line.startswith("rank ")]
-    (busiest,) = [rank for rank in preview.ranks if f"rank {rank['rank']}, reads most" in lines[0]]
-    assert len(lines) == 1
-    assert f"{busiest['samples']} samples, 61.4 KB of " in lines[0]
-    assert busiest["bytes"] == max(rank["bytes"] for rank in preview.ranks)
-    assert sum(rank["samples"] for rank in preview.ranks) == 600
-
-
-def test_json_contains_the_complete_preview(folder: Path, capsys: Any) -> None:
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 80
+        assert all(text in printed for text in ("exactly once", "design effect", " seek"))
     words = ["--world-size", "2", "--batch-size", "7", "--epoch", "3", "--json"]
     assert main(["plan", str(folder), *words]) == 0
     document = json.loads(capsys.readouterr().out)
-    counts = [document[name] for name in ("steps", "left_out", "exactly_once")]
-    assert (document["settings"]["epoch"], counts) == (3, [42, 12, True])
+    counts = [document[name] for name in ("epoch", "steps", "left_out", "exactly_once")]
+    assert counts == [3, 42, 12, True]
     assert [rank["samples"] for rank in document["ranks"]] == [294, 294]
-    assert document["verdict"]
-    assert document["quality"].keys() == {"classes", "neighbors"}
 
 
 def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, capsys: Any) -> None:
     assert wt.plan_epoch(folder, batch_size=10).hours == pytest.approx(600 / 1000 / 3600)
-    with Server(folder, "127.0.0.1", 0) as server:
-        words = ["--world-size", "2", "--batch-size", "10", "--rate", "50", "--price", "0.09,0.4"]
-        assert main(["plan", f"{server.url}/index.json", *words, "--json"]) == 0
+    with Server(folder) as server:
+        words = ["plan", f"{server.url}/index.json", "--world-size", "2", "--batch-size", "10"]
+        words += ["--rate", "50", "--price", "0.09,0.4"]
+        assert main([*words, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert main(["plan", f"{server.url}/index.json", *words]) == 0
+        assert main(words) == 0
     assert document["hours"] == pytest.approx(600 / 2 / 50 / 3600)
-    size = sum(rank["bytes"] for rank in document["ranks"])
-    assert document["requests"] == sum(rank["requests"] for rank in document["ranks"]) > 0
-    expected = size / 1e9 * 0.09 + document["requests"] / 1000 * 0.4
-    assert document["cost"] == pytest.approx(expected)
+    size, count = (sum(rank[name] for rank in document["ranks"]) for name in ("bytes", "requests"))
+    assert document["requests"] == count > 0
+    assert document["cost"] == pytest.approx(size / 1e9 * 0.09 + count / 1000 * 0.4)
     printed = capsys.readouterr().out
-    assert f"{expected:.4g} per epoch" in printed
+    assert f"{document['cost']:.4g} per epoch" in printed
     assert re.search(r"0:00:\d+ at 50 samples/s on each rank", printed)
 
 
@@ -336,8 +286,6 @@ def test_hours_and_cost_are_those_of_the_given_rate_and_prices(folder: Path, cap
     [
         (["--batch-size", "700"], "600 samples cannot give 1 rank(s) one batch of 700"),
         (["--world-size", "4", "--lanes", "6"], "6 lanes cannot be shared by 4 ranks"),
-        (["--epoch", "-1"], "--epoch -1: must be an integer >= 0."),
-        (["--shuffle-buffer", "0"], "--shuffle-buffer 0: must be an integer >= 1"),
         (["--rate", "0"], "--rate 0.0: must be > 0"),
         (["--price", "1"], "must be two numbers"),
     ],
@@ -348,20 +296,4 @@ def test_impossible_options_are_a_usage_error(
     assert main(["plan", str(folder), *words]) == 2
     printed = capsys.readouterr()
     assert sentence in printed.err
-    lines = printed.err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"][: len(lines)]
     assert printed.out == ""
-
-
-def test_impossible_sizes_raise_the_errors_of_a_loader(folder: Path) -> None:
-    with pytest.raises(PlanError, match="Use a world size that divides lanes"):
-        wt.plan_epoch(folder, lanes=3, world_size=2)
-
-
-def test_the_first_label_with_a_column_is_measured(folder: Path) -> None:
-    index = open_index(folder)
-    labels = tuple(wt.Label(name, "class", *place) for name, *place in [("a", "txt"), ("b", "cls")])
-    assert wt.plan_epoch(replace(index, labels=labels)).label == "cls"
-    without_columns = Offsets.of_arrays((), index.offsets.rows.columns[:3])
-    bare = wt.plan_epoch(replace(index, labels=labels, offsets=without_columns))
-    assert (bare.label, bare.quality["classes"]) == (None, None)

@@ -13,25 +13,11 @@ not be judged. `killed.txt` holds the names of all killed mutants; `--record` up
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process that is to be forked has no threads
-
 from tests.mutants.mutants import MUTANTS, PACKAGES, Mutant, recorded, write_recorded
-from tests.mutants.run import (
-    KILLED,
-    SURVIVED,
-    UNJUDGED,
-    Verdict,
-    confirm,
-    job_of,
-    judge,
-    run_jobs,
-    warm_up,
-)
+from tests.mutants.run import KILLED, SURVIVED, UNJUDGED, Verdict, confirm, judged
 
 
 def main(words: Sequence[str], mutants: Sequence[Mutant] = MUTANTS) -> int:
@@ -52,22 +38,19 @@ def main(words: Sequence[str], mutants: Sequence[Mutant] = MUTANTS) -> int:
         for mutant in chosen:
             print(f"{mutant.name:36} {mutant.module:32} {mutant.old!r} -> {mutant.new!r}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the keepers and removes copies
-    warm_up()
-    by_name = {mutant.name: mutant for mutant in chosen}
-    verdicts = []
-    for run in run_jobs([job_of(mutant, options.seconds) for mutant in chosen], options.jobs):
-        verdicts.append(judge(by_name[run.job.name], run))
-        print(line(verdicts[-1]), flush=True)
-    judged = confirm(verdicts, options.seconds, options.jobs)
-    for before, after in zip(verdicts, judged, strict=True):
+    first = []
+    for verdict in judged(chosen, options.seconds, options.jobs):
+        first.append(verdict)
+        print(line(verdict), flush=True)
+    verdicts = confirm(first, options.seconds, options.jobs)
+    for before, after in zip(first, verdicts, strict=True):
         if before != after:
             print(line(after))
-    print(summary(judged))
+    print(summary(verdicts))
     if options.record:
-        killed = {verdict.mutant.name for verdict in judged if verdict.outcome == KILLED}
-        write_recorded(recorded() - set(by_name) | killed)
-    return int(any(is_unexplained(verdict) for verdict in judged))
+        killed = {verdict.mutant.name for verdict in verdicts if verdict.outcome == KILLED}
+        write_recorded(recorded() - {mutant.name for mutant in chosen} | killed)
+    return int(any(is_unexplained(verdict) for verdict in verdicts))
 
 
 def choose(names: Sequence[str], mutants: Sequence[Mutant]) -> list[Mutant]:
