@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import math
 import os
 import random
 import re
@@ -20,7 +21,7 @@ import torch
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import Sample, keys_of, picture, quick_and_slow, write_shards, write_tar
+from tests.conftest import Sample, keys_of, picture, write_shards, write_tar
 from tests.support.children import Program, ended
 from tests.support.os_faults import recorded_reads
 from wdstrain.errors import SampleError, ShardError, UsageError
@@ -48,17 +49,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_loop_is_the_next_epoch_and_a_new_loader_repeats_the_epochs(shards: Path) -> None:
-    loader, repeated = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
-    epochs = [keys_of(loader) for _ in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert all(len(epoch) == len(loader) == 5 for epoch in epochs)
-    repeated.set_epoch(2)
-    assert keys_of(repeated) == epochs[2]
-    assert keys_of(repeated.epoch(1, start=2)) == epochs[1][2:]
-    assert keys_of(repeated) == epochs[2]  # the epoch after epoch 1
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_kept_batches_do_not_change_and_memory_of_released_ones_is_reused(
     pictures: Path, num_workers: int
@@ -74,8 +64,6 @@ def test_kept_batches_do_not_change_and_memory_of_released_ones_is_reused(
 
 
 def test_kept_values_of_any_size_do_not_change_and_can_be_written_to(pictures: Path) -> None:
-    """They lie in memory of the worker processes; those of further batches are copies."""
-
     def values(batch: dict[str, Any]) -> list[Any]:
         return [image.tolist() for image in batch["image"]]
 
@@ -85,17 +73,12 @@ def test_kept_values_of_any_size_do_not_change_and_can_be_written_to(pictures: P
     ]
     with wt.Loader(pictures, fields, batch_size=3, num_workers=2) as loader:
         kept = [b for _ in range(2) for b in loader.epoch(0)]
-        one = [b["image"][0] for _ in range(4) for b in loader.epoch(0)]
         assert [values(b) for b in kept] == expected
         for batch in kept[::2]:
             for image in batch["image"]:
                 image.fill_(7)
         assert [values(b) for b in kept[1::2]] == expected[1::2]
-        assert [image.tolist() for image in one] == [images[0] for images in expected * 2]
         assert [values(b) for b in loader.epoch(0)] == expected[: len(loader)]
-
-
-# --- bad samples ----------------------------------------------------------------------------------
 
 
 def picky(sample: dict[str, Any]) -> dict[str, Any]:
@@ -211,10 +194,8 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
         with wt.Loader(shards, transform=picky_and_random, **options) as loader:
             numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
     assert numbers[0] == numbers[1]
-    drawn: dict[
-        int, set[Any]
-    ] = {}  # a substitute is transformed with its own random numbers each time
-    for n, values in numbers[0]:
+    drawn: dict[int, Any] = {}
+    for n, values in numbers[0]:  # a substitute has its own random numbers each time
         assert drawn.setdefault(n, values) == values
     assert len(numbers[0]) == 21 > len(drawn) == 14
     expected = torch.rand(1)
@@ -224,7 +205,6 @@ def test_a_substitute_is_transformed_equally_in_threads_and_processes(shards: Pa
 
 @pytest.mark.parametrize("when", ["before", "while it is used"])
 def test_samples_beyond_the_end_of_a_cut_shard_are_replaced(tmp_path: Path, when: str) -> None:
-    """The other samples of that shard are delivered; no partial sample is delivered."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), max_shard_samples=30, shuffle=False)
     shard, cut = index.shards[0].path, int(index.offsets.start[25] + 700)  # in sample 25
@@ -246,9 +226,6 @@ def test_samples_beyond_the_end_of_a_cut_shard_are_replaced(tmp_path: Path, when
         list(wt.Loader(tmp_path / "s", **{**options, "max_errors": 0.01}))
 
 
-# --- transforms and collate functions -------------------------------------------------------------
-
-
 def varied(sample: dict[str, Any]) -> dict[str, Any]:
     crop = v2.RandomResizedCrop(8)(torch.arange(300, dtype=torch.uint8).view(1, 15, 20))
     return {"crop": crop, "numpy": np.random.random(2), "python": random.random()}
@@ -267,9 +244,6 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
     assert len(set(drawn)) == len(drawn) == 40  # every sample and epoch has another number
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -277,28 +251,24 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
             {"fields": {"x": wt.image("jpg;png")}},
             "'x' looks for jpg, png; these shards hold cls, txt",
         ),
-        ({"num_workers": -1}, "num_workers=-1"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0"),
         ({"rank": 2, "world_size": 2}, "rank=2: must be >= 0 and below world_size=2"),
         ({"rank": 0}, "give both or none"),
         ({"fields": {"label": wt.label()}, "transform": double}, "fields and transform"),
         ({"batch_size": 100}, "21 samples cannot give 1 rank"),
         ({"fields": {"image": "jpg"}}, r"fields\['image'\]='jpg': must be a field"),
-        ({"fields": {"image": wt.image}}, "must be a field"),
         ({"fields": ["image"]}, "must be a dict"),
         ({"multiprocessing_context": "x"}, "must be one of fork, forkserver, spawn"),
         ({"on_error": "skip"}, "must be one of raise, replace, mark"),
         ({"collate_fn": list}, "Give transform too"),
-        ({"collate_fn": list, "fields": {"label": wt.label()}}, "Give transform too"),
         ({"collate_fn": 3, "transform": double}, "collate_fn=3: must be a function"),
-        ({"patience": None}, "patience=None: must be a number of seconds >= 0"),
-        ({"patience": float("nan")}, "patience=nan"),
-        ({"patience": "60"}, "patience='60'"),
-        ({"max_errors": None}, "max_errors=None"),
+        *(
+            ({"patience": value}, "patience=.*: must be a number of seconds >= 0")
+            for value in (-1, None, math.nan, "60")
+        ),
         ({"max_errors": "1%"}, "max_errors='1%'|max_errors=1%"),
-        ({"max_errors": float("nan")}, "max_errors=nan"),
+        ({"max_errors": math.nan}, "max_errors=nan"),
         ({"batch_size": None}, "batch_size=None: must be an integer >= 1"),
-        ({"seed": None}, "seed=None: must be an integer"),
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
@@ -315,13 +285,6 @@ def test_help_describes_every_option(described: Any) -> None:
     assert not [name for name in options if name not in words]
 
 
-def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
-    write_shards(tmp_path, [1])
-    for workers in (0, 1):
-        with wt.Loader(tmp_path, **LABEL, batch_size=1, num_workers=workers) as loader:
-            assert [b["label"].tolist() for _ in range(40) for b in loader] == [[0]] * 40
-
-
 @pytest.mark.skipif(
     kernels.library is not None,
     reason="Python does not see the system calls of compiled code; a test in tests/memory runs this",
@@ -332,16 +295,14 @@ def test_shards_are_read_forward_in_turn_with_large_reads(tmp_path: Path) -> Non
         samples: list[Sample] = [(f"s{n}{i:05d}", {"bin": bytes(1400)}) for i in range(5000)]
         write_tar(tmp_path / f"b-{n}.tar", samples)
     index = wt.index(tmp_path)
-    table = index.offsets
-    expected = int(sum(table.stop - table.start))
+    expected = int(sum(index.offsets.stop - index.offsets.start))
     with recorded_reads(r"b-\d\.tar") as reads:
         loader = wt.Loader(index, batch_size=16, tail="keep", shuffle_buffer=200)
         assert sum(len(batch) for batch in keys_of(loader)) == 15_000
         loader.close()
     ends = list(itertools.accumulate(length for _, _, length in reads))
     epoch = reads[: ends.index(expected) + 1]  # the reader continues into the next epoch
-    shards = [path for path, _, _ in epoch]
-    assert len(list(itertools.groupby(shards))) == 3
+    assert len(list(itertools.groupby(path for path, _, _ in epoch))) == 3
     for _, group in itertools.groupby(epoch, lambda read: read[0]):
         shard_reads = [(offset, length) for _, offset, length in group]
         assert all(a + length == b for (a, length), (b, _) in itertools.pairwise(shard_reads))
@@ -380,19 +341,10 @@ class CountsThreads:
         return torch.get_num_threads()
 
 
-@pytest.mark.parametrize(
-    "field",
-    [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), Opaque()],
-)
-def test_a_class_with_the_field_protocol_is_a_field(field: Any) -> None:
-    assert isinstance(field, wt.Field)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_decoder_computes_on_one_core_and_torch_keeps_its_threads_and_random_state(
     shards: Path, num_workers: int
 ) -> None:
-    """Each core has a decoder, so torch threads in a decoder would contend for the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -409,7 +361,7 @@ def test_a_decoder_computes_on_one_core_and_torch_keeps_its_threads_and_random_s
             other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
             other.start()
             other.join()
-            assert seen == [3, 3]
+        assert seen == [3, 3]
     finally:
         torch.set_num_threads(threads)
 
@@ -445,8 +397,6 @@ def test_the_report_counts_padded_rows_and_samples_that_are_left_out(shards: Pat
         keys_of(loader)
         assert (loader.report()["padded"], loader.report()["left_out"]) == counts
 
-
-# --- programs -------------------------------------------------------------------------------------
 
 COLLECTING = """
     import gc, sys
@@ -534,12 +484,11 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("sent", quick_and_slow([signal.SIGKILL, signal.SIGINT], 1))
-def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> None:
+def test_workers_end_with_their_killed_parent(shards: Path) -> None:
     program = Program(ENDLESS, shards)
     workers = [os.pidfd_open(int(word)) for word in program.out.readline().split()]
     assert len(workers) == 2
-    os.kill(program.pid, sent)
+    os.kill(program.pid, signal.SIGKILL)
     program.end()
     for worker in workers:
         assert select.select([worker], [], [], 60)[0]  # readable when the process has ended

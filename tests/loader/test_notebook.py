@@ -52,9 +52,6 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield running
 
 
-# --- the notebook itself ---
-
-
 def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> None:
     """After a change of notebook.py run: python scripts/examples/make_notebook.py"""
     text = NOTEBOOK.read_text()
@@ -66,11 +63,8 @@ def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> N
     assert not re.search(r"/(tmp|root|home|work|usr)/", text)
     outputs = [output for cell in written for output in cell.get("outputs", [])]
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
-    assert actual[0][0].startswith("# ")  # it begins with installation, and explains its cells
     code = [text for text, is_code in actual if is_code]
     assert code[0] == '%pip install --quiet "wdstrain[demo]"'
-    assert 15 <= len(code) <= 26
-    assert len(actual) - len(code) >= 15
     assert max(len(line) for text in code for line in text.splitlines()) <= 100
 
 
@@ -87,13 +81,7 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     def of(part: str) -> Shown:
         return next(output for text, output in shown.items() if part in text)
 
-    pictures = (
-        "wt.peek(train, 5)",
-        'order="classes"',
-        "make_grid(batch",
-        "{wrong[:5]}",
-    )
-    for part in pictures:
+    for part in ("wt.peek(train, 5)", 'order="classes"', "make_grid(batch", "{wrong[:5]}"):
         (bundle,) = of(part).displays
         assert bundle["image/png"], part
         assert bundle["text/plain"].strip(), part
@@ -105,26 +93,16 @@ def test_every_cell_of_the_notebook_runs_and_displays_output(tmp_path: Path) -> 
     for part in ('plot("Loss"', 'plot("Accuracy"'):
         for output in of(part).displays:
             assert "<svg" in output.get("text/html", "") or "image/png" in output
-    for cell in shown.values():
-        for bundle in cell.displays:
-            check_part(bundle.get("text/html", ""))
+    for html in (b.get("text/html", "") for cell in shown.values() for b in cell.displays):
+        assert not re.search("<script|http|<iframe", html)  # it needs no network and runs nothing
     assert of("other.close()").out.endswith("the same samples: True\nthe same pixels: True\n")
     assert of("processes.close()").out == "the same samples: True\nthe same pixels: True\n"
     assert float(re.findall(r"'accuracy': ([\d.]+)", of("wt.evaluate").out)[0]) > 0.8
     check_progress(of("wt.train("), steps=3 * 37)
 
 
-def check_part(html: str) -> None:
-    """Check that a part of the notebook needs no network, runs no scripts, styles only itself."""
-    assert not [part for part in ("<script", "http", "<iframe") if part in html]
-    for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL):
-        for selectors in re.findall(r"([^{}]+)\{[^{}]*\}", style):
-            parts = [selector.strip() for selector in selectors.split(",")]
-            assert all(part.startswith(".wdstrain") for part in parts), selectors
-
-
 def check_progress(shown: Shown, steps: int) -> None:
-    """Check that the progress is one output of plain text: few updates, and empty at the end."""
+    """Check that progress is one output of plain text: few updates, and empty at the end."""
     (first,) = shown.displays
     texts = [first, *shown.updates]
     assert all(set(bundle) == {"text/plain"} for bundle in texts)
@@ -133,22 +111,6 @@ def check_progress(shown: Shown, steps: int) -> None:
     assert texts[-1] == {"text/plain": ""}
     assert "\x1b" not in shown.out
     assert not shown.err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-W", "error::UserWarning", str(SOURCE)]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Index(1500 samples" in done.stdout
-    assert "the same pixels: True" in done.stdout
-    assert "Warning" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
-
-
-# --- cells that are interrupted, fail, and run again ---
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -166,8 +128,7 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
         assert opened.run(count).out == "210\n"
     live = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
     assert len([entry for entry in live if isinstance(entry, int)]) == workers
-    # No entry if the last interrupt came before the loop began: the same epoch was requested twice,
-    # and nothing is read ahead.
+    # None if the last interrupt came before the loop: an epoch requested twice reads nothing ahead.
     assert live.count("wdstrain-fetch-0") <= 1
     # The notebook keeps the last traceback. If the interrupt came in `iter(loader)` or
     # `len(loader)`, one of its frames refers to the loader itself.
@@ -176,24 +137,7 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
     assert opened.run("print(alive())").out == "[]\n"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_failed_cell_continues_with_the_next_epoch(opened: Kernel, workers: int) -> None:
-    opened.run(f"loader = make(num_workers={workers})")
-    again = "for batch in loader:\n    pass\nprint(loader.report()['epoch'], alive())"
-    first, second = opened.run(again).out.split(" ", 1), opened.run(again).out.split(" ", 1)
-    assert (first[0], second[0]) == ("0", "1")
-    assert first[1] == second[1]  # a complete epoch starts no new threads
-    failed = opened.run("for batch in loader:\n    raise ValueError('mine')", fails=True)
-    assert failed.error == "ValueError: mine"
-    assert opened.run(again).out.split(" ", 1) == ["3", second[1]]
-    opened.run("loader = make()")
-    # The earlier epoch has ended, the next one has not begun.
-    assert opened.run("print(alive())").out == "[]\n"
-    opened.run("del loader")
-
-
 def test_a_loader_ends_when_released_after_an_error(opened: Kernel) -> None:
-    """The notebook keeps the traceback of an error, which refers to the pass over the loader."""
     opened.run("def made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}")
     opened.run("bad, loader = True, make(transform=made)")
     failed = opened.run("for batch in loader: pass", fails=True)
@@ -211,8 +155,6 @@ def test_a_pass_that_ended_with_an_error_cannot_continue(shards: Path) -> None:
     with pytest.raises(wt.WdstrainError, match="ended with an error"):
         next(batches)
 
-
-# --- progress ---
 
 TELLING = """
 from wdstrain.report.terminal import Reporter
@@ -233,25 +175,11 @@ def test_progress_is_one_line_of_text_that_is_replaced(opened: Kernel) -> None:
     assert shown.out == "epoch 1: done\n"
 
 
-@pytest.mark.slow
-def test_output_of_notebook_subprocesses_has_no_cursor_movements(opened: Kernel) -> None:
-    """A kernel sets FORCE_COLOR for its child processes."""
-    code = f"import time\n{TELLING}"
-    shown = opened.run(
-        f"print(os.environ['FORCE_COLOR'])\n"
-        f"done = subprocess.run([sys.executable, '-c', {code!r}], capture_output=True, text=True)\n"
-        f"print(repr(done.stderr))"
-    )
-    assert shown.out == "1\n'epoch 1: done\\n'\n"
-
-
 def test_tables_of_commands_are_text_in_a_notebook(opened: Kernel) -> None:
     shown = opened.run("from wdstrain.cli import main\n_ = main(['info', 's'])")
     assert not shown.displays
     assert "samples" in shown.out
 
-
-# --- functions and classes of a notebook ---
 
 CLASSES = """
 class Half:
@@ -324,33 +252,28 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["program.py"], ["-m", "program"]])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_can_send_its_own_classes_to_workers(
-    tmp_path: Path, shards: Path, words: list[str], method: str
+    tmp_path: Path, shards: Path, method: str
 ) -> None:
-    """stderr may only contain the notes about indexing."""
-    wt.index(shards)
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, *words, str(shards), method]
+    line = [sys.executable, "-m", "program", str(shards), method]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == f"{sum(range(21)) / 2}\n"
+    assert (done.returncode, done.stdout) == (0, f"{sum(range(21)) / 2}\n"), done.stderr
 
 
 class Counting:
-    """A transform with a shared counter and a tensor."""
+    """A transform with a shared counter and a part."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Any) -> None:
         self.count: Any = multiprocessing.get_context("spawn").Value("i", 0)
-        self.ones = torch.ones(3)
+        self.part = part
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         with self.count.get_lock():
             self.count.value += 1
-        return {"n": self.ones * int(sample["cls"])}
+        return {"n": self.part * int(sample["cls"])}
 
 
 SPAWNED: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "multiprocessing_context": "spawn"}
@@ -358,17 +281,16 @@ SPAWNED: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "multiprocessing_c
 
 @pytest.mark.slow
 def test_spawned_processes_get_shared_counters_and_tensors(shards: Path) -> None:
-    counting = Counting()
+    counting = Counting(torch.ones(3))
     with wt.Loader(shards, transform=counting, **SPAWNED) as loader:
         assert sum(float(batch["n"].sum()) for batch in loader) == 3 * sum(range(21))
     assert counting.count.value >= 21
 
 
 def test_an_open_file_is_named_as_not_picklable(shards: Path) -> None:
-    counting = Counting()
     with (
-        open(os.devnull) as counting.ones,  # type: ignore[assignment]
-        wt.Loader(shards, transform=counting, **SPAWNED) as loader,
+        open(os.devnull) as part,
+        wt.Loader(shards, transform=Counting(part), **SPAWNED) as loader,
         pytest.raises(wt.UsageError, match=r"functions cannot .* spawn starts: .*TextIOWrapper"),
     ):
         next(iter(loader))
