@@ -9,28 +9,21 @@ import pytest
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
-from tests.conftest import live_threads_and_children, write_shards
+from tests.conftest import write_shards
 
 
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
         ("pin_memory", "Not needed: wt.to_device"),
-        ("pin_memory_device", "Not needed: wt.to_device"),
         ("drop_last", 'Use tail="drop" or tail="keep"'),
         ("persistent_workers", "Not needed"),
-        ("prefetch_factor", "Not needed"),
-        ("in_order", "Not needed"),
         ("sampler", "where=, weights= or balance="),
-        ("batch_sampler", "batch_size="),
-        ("num_replicas", "world_size="),
         ("generator", "seed="),
         ("worker_init_fn", "rng"),
         ("timeout", "patience="),
         ("dataset", "urls"),
-        ("device", "wt.to_device"),
         ("workers", "Did you mean num_workers?"),
-        ("transforms", "Did you mean transform?"),
     ],
 )
 def test_an_argument_of_other_loaders_is_refused_with_the_next_step(
@@ -53,15 +46,6 @@ def test_a_loader_in_a_data_loader_of_torch_is_refused_with_the_next_step(
             next(iter(wrapped))
 
 
-def test_a_loader_closes_at_the_end_of_with(shards: Path) -> None:
-    with wt.Loader(shards, {"label": wt.label()}, batch_size=2) as loader:
-        next(iter(loader))
-        assert live_threads_and_children()
-    assert live_threads_and_children() == []
-    assert len(list(loader)) == 10  # it can be used again
-    loader.close()
-
-
 @pytest.mark.parametrize("way", ["folder", "index", "mixture"])
 def test_one_split_of_several_is_read_by_its_name(tmp_path: Path, way: str) -> None:
     samples = ({"__key__": f"k{n:02d}", "cls": b"%d" % n} for n in range(40))
@@ -82,7 +66,6 @@ def test_one_split_of_several_is_read_by_its_name(tmp_path: Path, way: str) -> N
             return sorted(key for batch in loader for key in batch["__key__"])
 
     assert {name: keys(name) for name in expected} == expected
-    with pytest.raises(
-        wt.UsageError, match="split='test': the splits of these shards are train, val"
-    ):
+    refused = "split='test': the splits of these shards are train, val"
+    with pytest.raises(wt.UsageError, match=refused):
         keys("test")
