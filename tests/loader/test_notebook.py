@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_shards
@@ -156,25 +155,6 @@ def test_a_pass_that_ended_with_an_error_cannot_continue(shards: Path) -> None:
         next(batches)
 
 
-TELLING = """
-from wdstrain.report.terminal import Reporter
-with Reporter() as teller:
-    begun, count = time.monotonic(), 0
-    while time.monotonic() - begun < 1.3:
-        count += 1
-        teller.step("epoch 1", count, 1_000_000_000, "loss 0.5")
-    teller.line("epoch 1: done")
-"""
-
-
-def test_progress_is_one_line_of_text_that_is_replaced(opened: Kernel) -> None:
-    shown = opened.run(TELLING)
-    check_progress(shown, steps=6)
-    assert shown.displays[0]["text/plain"].startswith("epoch 1: ")
-    assert "loss 0.5" in shown.displays[0]["text/plain"]
-    assert shown.out == "epoch 1: done\n"
-
-
 def test_tables_of_commands_are_text_in_a_notebook(opened: Kernel) -> None:
     shown = opened.run("from wdstrain.cli import main\n_ = main(['info', 's'])")
     assert not shown.displays
@@ -227,14 +207,6 @@ def test_notebook_objects_work_in_forked_workers_or_are_an_error(opened: Kernel,
             assert "Use num_workers=0, a function or class at the top of a .py file" in shown.out
 
 
-def test_bench_measures_threads_if_a_transform_cannot_be_pickled(opened: Kernel) -> None:
-    call = "wt.bench('s', transform=lambda sample: {'n': 1}, batch_size=2, seconds=0.1, "
-    call += "multiprocessing_context='spawn', "
-    assert not opened.run(f"{call} tune=True)").error
-    shown = opened.run(f"{call} num_workers=1)", fails=True)
-    assert shown.error.startswith(f"UsageError: {NOT_SENT}")
-
-
 PROGRAM = """
 import sys
 import wdstrain as wt
@@ -263,34 +235,11 @@ def test_a_script_can_send_its_own_classes_to_workers(
     assert (done.returncode, done.stdout) == (0, f"{sum(range(21)) / 2}\n"), done.stderr
 
 
-class Counting:
-    """A transform with a shared counter and a part."""
-
-    def __init__(self, part: Any) -> None:
-        self.count: Any = multiprocessing.get_context("spawn").Value("i", 0)
-        self.part = part
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        with self.count.get_lock():
-            self.count.value += 1
-        return {"n": self.part * int(sample["cls"])}
-
-
-SPAWNED: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "multiprocessing_context": "spawn"}
-
-
-@pytest.mark.slow
-def test_spawned_processes_get_shared_counters_and_tensors(shards: Path) -> None:
-    counting = Counting(torch.ones(3))
-    with wt.Loader(shards, transform=counting, **SPAWNED) as loader:
-        assert sum(float(batch["n"].sum()) for batch in loader) == 3 * sum(range(21))
-    assert counting.count.value >= 21
-
-
 def test_an_open_file_is_named_as_not_picklable(shards: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
     with (
-        open(os.devnull) as part,
-        wt.Loader(shards, transform=Counting(part), **SPAWNED) as loader,
+        open(os.devnull) as file,
+        wt.Loader(shards, transform=partial(print, file=file), batch_size=7, **options) as loader,
         pytest.raises(wt.UsageError, match=r"functions cannot .* spawn starts: .*TextIOWrapper"),
     ):
         next(iter(loader))

@@ -36,7 +36,6 @@ def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
 
 
 def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
-    """Half of them wait for delivery; memory is freed read by read."""
     folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
     loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
     mean = sum(shard.bytes for shard in loader.index.shards) / 8000
@@ -52,7 +51,6 @@ def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
 
 
 def test_a_first_batch_of_an_indexed_set_imports_no_pandas(tmp_path: Path) -> None:
-    """Pandas takes 0.3 s, half of the time to the first batch of a million samples."""
     wt.pack(({"__key__": str(i), "cls": i % 3} for i in range(9)), tmp_path / "set")
     code = """if True:
         import sys
@@ -62,9 +60,8 @@ def test_a_first_batch_of_an_indexed_set_imports_no_pandas(tmp_path: Path) -> No
                 next(iter(loader))
         print("pandas" in sys.modules)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "set")], capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", code, str(tmp_path / "set")]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
@@ -118,12 +115,8 @@ def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
     tmp_path: Path, workers: int
 ) -> None:
     folder = blobs(tmp_path, shards=4, samples=600, size=6000)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(folder), str(workers)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, "-c", MEMORY, str(folder), str(workers)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     sizes = json.loads(done.stdout)
     assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
 
@@ -137,9 +130,7 @@ def mapped() -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    ("way", "workers"), [("plain", 0), ("break", 2), ("server", 2), ("failing server", 0)]
-)
+@pytest.mark.parametrize(("way", "workers"), [("plain", 0), ("break", 2), ("server", 0)])
 def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, way: str) -> None:
     folder = blobs(tmp_path, shards=2, samples=100, size=1000)
     gc.collect()
@@ -147,14 +138,13 @@ def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, 
     try:
         before = mapped()
         with serving(folder) as served:
-            urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
+            urls = f"{served.url}/b-{{000..001}}.tar" if way == "server" else folder
             loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
-            served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "failing server")
+            served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "server")
             named = set(os.listdir("/dev/shm"))
             for step, _ in enumerate(loader):
                 assert mapped() > before
-                new = set(os.listdir("/dev/shm")) - named  # memory has no names
-                assert not [name for name in new if "wdstrain" in name or "torch" in name]
+                assert not re.search("wdstrain|torch", str(set(os.listdir("/dev/shm")) - named))
                 if way == "break" and step == 3:
                     break
             del _
@@ -242,9 +232,6 @@ def test_64_mb_of_dev_shm_are_enough(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
-# --- the default buffer ---------------------------------------------------------------------------
-
-
 def holes(folder: Path, sizes: list[int], shards: int) -> Path:
     """Write shards of samples of these sizes as files with holes, which take no space on a disk."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +244,7 @@ def holes(folder: Path, sizes: list[int], shards: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("is_mixture", "ranks"), [(True, 1), (False, 8), (False, 64), (True, 8)])
+@pytest.mark.parametrize(("is_mixture", "ranks"), [(True, 1), (False, 64)])
 def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
     is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,26 +257,15 @@ def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
         assert loader.shuffle_buffer * 3 >= 100 or any("buffer" in note for note in notes)
 
 
-_LARGE, _SMALL = 3_000_000, 100  # sizes of samples: one large sample to 99 small ones
-_BALANCED = [50.0] + [50 / 99] * 99  # half of the epoch is the large sample
-
-
-def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Path) -> None:
-    """The buffer holds the whole epoch here, which has 100 large samples among 200."""
-    folder = holes(tmp_path, [_LARGE // 30] + [_SMALL] * 99, shards=2)
-    with wt.Loader(folder, batch_size=4, weights=_BALANCED * 2) as loader:
-        named = re.search(r"([\d.]+) MB", repr(loader))
-    assert named is not None
-    assert 5 <= float(named[1]) <= 20
-
-
-@pytest.mark.parametrize("weights", [None, _BALANCED])
+@pytest.mark.parametrize("is_weighted", [False, True])
 def test_the_default_buffer_has_256_mb_of_the_samples_of_the_epoch(
-    weights: list[float] | None, tmp_path: Path
+    is_weighted: bool, tmp_path: Path
 ) -> None:
-    """Half of a weighted epoch are large samples: the buffer holds fewer of them."""
-    folder = holes(tmp_path, [_LARGE] + [_SMALL] * 99, shards=20)
-    mean = (_LARGE + 99 * _SMALL) / 100 if weights is None else (_LARGE + _SMALL) / 2
-    given = None if weights is None else weights * 20
-    with wt.Loader(folder, batch_size=4, weights=given) as loader:
-        assert loader.shuffle_buffer * mean < 2 * 256e6
+    """Of 100 samples one is large; with weights it is half of the epoch."""
+    folder = holes(tmp_path, [3_000_000] + [100] * 99, shards=20)
+    weights = ([50.0] + [50 / 99] * 99) * 20 if is_weighted else None
+    with wt.Loader(folder, batch_size=4, weights=weights) as loader:
+        assert loader.shuffle_buffer * (1_500_000 if is_weighted else 30_000) < 2 * 256e6
+        named = re.search(r"([\d.]+) MB", repr(loader))
+        assert named is not None
+        assert 100 < float(named[1]) < 300 if is_weighted else float(named[1]) < 100

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,16 +17,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
-from tests.conftest import keys_of, write_shards
-from tests.support.children import ended
+from tests.conftest import ROOT, keys_of, write_shards
 from tests.support.servers import serving
+from wdstrain.runtime.cached import cached_property
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -96,7 +94,8 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
 
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_a_child_has_no_pass_of_its_parent(numbered: Path, is_moved: bool) -> None:
-    loader = wt.Loader(numbered, {"number": wt.label()}, batch_size=20, num_workers=0)
+    workers = 0 if is_moved else 1
+    loader = wt.Loader(numbered, {"number": wt.label()}, batch_size=20, num_workers=workers)
     begun = loader.epoch(0)
     batches = wt.to_device(begun, "meta") if is_moved else begun
     first = next(batches)["__key__"]
@@ -113,35 +112,6 @@ def test_a_child_has_no_pass_of_its_parent(numbered: Path, is_moved: bool) -> No
     assert error == f"{began} it. Begin a pass in this process: for batch in loader."
     assert [first, *keys_of(batches)] == keys
     loader.close()
-
-
-LEAVING = """
-    import os, sys
-    import wdstrain as wt
-
-    loader = wt.Loader(sys.argv[1], {"x": wt.label()}, batch_size=20, num_workers=2, multiprocessing_context="fork")
-    batches = iter(loader)
-    for way in ("ends", "drops", "closes", "uses"):
-        print(way, len(next(batches)["__key__"]), flush=True)
-        child = os.fork()
-        if not child:
-            if way == "drops":
-                del loader, batches
-            if way == "closes":
-                loader.close()
-            if way == "uses":
-                print(sum(len(batch["__key__"]) for batch in loader), flush=True)
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-    print("rest", sum(len(batch["__key__"]) for batch in batches))
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Path) -> None:
-    done = ended(LEAVING, numbered)
-    ways = "ends 20\ndrops 20\ncloses 20\nuses 20\n"
-    assert (done.out, done.err) == (f"{ways}{COUNT}\nrest {COUNT - 80}\n", "")
 
 
 @pytest.mark.parametrize(("num_workers", "begun"), [(0, True), (2, False)])
@@ -272,29 +242,6 @@ def test_a_forked_child_does_not_keep_shards_in_a_cache(tmp_path: Path) -> None:
         child.end()
 
 
-def test_children_forked_while_a_cache_is_filled_block_no_process(tmp_path: Path) -> None:
-    folder = pack(tmp_path / "far", COUNT // 2, 4)
-    children, actual = list[Child](), list[int]()
-    with serving(folder) as server:
-        options: dict[str, Any] = {"shuffle_buffer": 20, "cache_dir": tmp_path / "cache"}
-        loader = wt.Loader(server.url, batch_size=4, **options)
-
-        def take() -> None:
-            actual.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        while thread.is_alive() and len(children) < 40:
-            children.append(Child(waits))
-        thread.join(30)
-        is_done = not thread.is_alive()
-        for child in children:
-            child.end()
-        thread.join()
-        loader.close()
-    assert (is_done, actual) == (True, [COUNT // 2] * 3)
-
-
 def test_a_child_and_its_parent_continue_reading_a_remote_file(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(12 << 20)
     (tmp_path / "file.tar").write_bytes(data)
@@ -305,34 +252,22 @@ def test_a_child_and_its_parent_continue_reading_a_remote_file(tmp_path: Path) -
         assert (digest, child.result()) == (sha256(data).hexdigest(),) * 2
 
 
-class SlowName(str):
-    """A class name whose hash is computed between two events."""
-
+def test_cached_properties_have_no_lock_that_a_fork_would_inherit() -> None:
+    """Those of functools have one before Python 3.12."""
     begun, released = threading.Event(), threading.Event()
 
-    def __hash__(self) -> int:
-        SlowName.begun.set()
-        assert SlowName.released.wait(30)
-        return str.__hash__(self)
+    class Slow:
+        @cached_property
+        def value(self) -> bool:
+            begun.set()
+            return released.wait(30)
 
+        other = cached_property(lambda _: True)
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="functools.cached_property has no lock")
-@pytest.mark.parametrize("multi", [False, True])
-def test_labels_are_prepared_without_a_lock_that_a_fork_would_inherit(multi: bool) -> None:
-    """One thread numbers the classes of its field while another one decodes."""
-
-    def decode(*classes: str) -> None:
-        field = wt.label("json.kind", classes=classes, multi=multi)
-        out = np.zeros(field.example.shape, field.example.dtype)
-        data = b'{"kind": ["cat"]}' if multi else b'{"kind": "cat"}'
-        field.read("json", memoryview(data), out, np.zeros(27))
-
-    SlowName.begun.clear()
-    SlowName.released.clear()
     with ThreadPoolExecutor(2) as threads:
-        threads.submit(decode, SlowName("dog"), "cat")
-        try:
-            assert SlowName.begun.wait(30)
-            threads.submit(decode, "dog", "cat").result(20)
-        finally:
-            SlowName.released.set()
+        threads.submit(lambda: Slow().value)
+        assert begun.wait(30)
+        assert threads.submit(lambda: Slow().other).result(30)
+        released.set()
+    modules = [path.read_text() for path in (ROOT / "wdstrain/decode").glob("*.py")]
+    assert not [text for text in modules if "from functools import cached_property" in text]
