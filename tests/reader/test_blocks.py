@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import quick_and_slow
 from wdstrain.reader.reader import Blocks
 
 PAGE = 4096
 
 
-@pytest.mark.parametrize("seed", quick_and_slow(range(8), 3))
+@pytest.mark.parametrize("seed", range(3))
 def test_blocks_do_not_overlap_and_are_freed_with_their_last_sample(seed: int) -> None:
     rng = np.random.default_rng(seed)
     blocks = Blocks(64 * PAGE)
