@@ -27,25 +27,15 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def interrupt(urls: str, case: str, times: str = "once") -> None:
     options, count = CASES[case]
-    words = [
-        sys.executable,
-        "-m",
-        "tests.support.interrupting",
-        urls,
-        json.dumps(options),
-        str(count),
-        "7",
-        times,
-    ]
-    done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    words = [sys.executable, "-m", "tests.support.interrupting", urls, json.dumps(options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words += [str(count), "7", times]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["moments"] > 1000
-    assert (
-        result["interrupted"] > count / 3
-    )  # the others come while Python drops the loader, or after the loop
+    # The others come while Python drops the loader, or after the loop.
+    assert result["interrupted"] > count / 3
 
 
 @pytest.fixture
