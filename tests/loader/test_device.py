@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -138,17 +137,3 @@ def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> 
         list(wt.to_device(loader, "meta"))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     assert live_threads_and_children() == []  # the error closed the loader
-
-
-def test_the_report_contains_the_time_of_copies(photos: Path) -> None:
-    class Slow(Copies):
-        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-            begun = time.perf_counter()
-            while time.perf_counter() < begun + 0.02:
-                pass
-            return batch
-
-    loader = wt.Loader(photos, FIELDS, batch_size=20)
-    for step, _ in enumerate(wt.to_device(loader.epoch(0), "meta", Slow())):
-        assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
-    loader.close()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import pickle
 from collections.abc import Callable
-from fractions import Fraction
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -199,37 +197,6 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
     for call, message in calls:
         with pytest.raises(wt.UsageError, match=message):
             call()
-
-
-def test_every_function_needs_an_integer_as_seed(shards: Path, tmp_path: Path) -> None:
-    calls: list[Callable[[Any], Any]] = [
-        lambda seed: wt.pack([{"txt": b"x"}], tmp_path / "out", seed=seed),
-        lambda seed: wt.peek(shards, 2, order="random", seed=seed),
-        lambda seed: wt.plan_epoch(shards, batch_size=4, seed=seed),
-        lambda seed: wt.mix({"a": shards}, batch_size=4, seed=seed),
-        lambda seed: wt.stream(shards, seed=seed),
-        lambda seed: wt.to_example({"label": wt.label()}, seed=seed),
-    ]
-    for call, seed in product(calls, (1.0, True, None)):
-        with pytest.raises(wt.UsageError, match="seed=.*: must be an integer"):
-            call(seed)
-    assert not (tmp_path / "out").exists()
-
-
-def test_weights_of_a_mixture_are_finite_numbers_of_any_type(shards: Path) -> None:
-    def mixed(weights: Any) -> wt.Loader:
-        return wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
-
-    plain = mixed({"a": 3, "b": 1})
-    order = keys_of(plain)
-    for kind in (np.float32, np.uint8, Fraction):
-        other = mixed({"a": kind(3), "b": kind(1)})
-        assert keys_of(other) == order
-        assert through_json(other.state_dict()) == plain.state_dict()
-    wrong = "weights=.*: must have a finite number above 0 for each of the sources a, b"
-    for weights in ([1, 2], {"a": 1}, *({"a": value, "b": 1} for value in (math.nan, "1", -1, 0))):
-        with pytest.raises(wt.UsageError, match=wrong):
-            mixed(weights)
 
 
 def test_a_copy_has_the_rank_and_the_options_of_its_loader(

@@ -257,18 +257,6 @@ def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> N
             list(train(loader, 0))
 
 
-def test_keys_that_occur_in_two_shards_are_named_when_the_table_is_joined(tmp_path: Path) -> None:
-    for name in "ab":
-        write_tar(tmp_path / f"{name}.tar", [(key, {"cls": b"1"}) for key in ("same", name)])
-    with wt.Loader(tmp_path, FIELDS, batch_size=4) as loader:
-        for batch in loader:
-            loader.record(batch, loss=[1, 2, 3, 4])
-        table = loader.recorded()
-        assert Counter(table.column("key").to_pylist()) == {"same": 2, "a": 1, "b": 1}
-        with pytest.raises(wt.UsageError, match="several samples have the same value.*'same'"):
-            loader.index.join(table, on="key")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_are_drawn_in_proportion_to_the_smoothed_losses(shards: Path, workers: int) -> None:
     model, keys = Model(), [f"s{n:06d}" for n in range(COUNT)]

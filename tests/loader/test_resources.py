@@ -17,7 +17,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
-from tests.support.readers import collected_batches, wait_until_paused
+from tests.support.readers import collected_batches
 from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.shards.tar_headers import END, header, padding
 from wdstrain.storage.files import LocalFile
@@ -63,17 +63,6 @@ def test_a_first_batch_of_an_indexed_set_imports_no_pandas(tmp_path: Path) -> No
     words = [sys.executable, "-c", code, str(tmp_path / "set")]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
-
-
-def test_readahead_is_bounded_in_bytes_for_large_samples(tmp_path: Path) -> None:
-    output: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
-    write_tar(tmp_path / "a.tar", output)
-    loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
-    reader, run, _ = next(batches := collected_batches(loader.index, loader.plan, ahead=64 << 20))
-    wait_until_paused(run)
-    # 64 MB ahead, one read of 16 MB that starts while any room is left, and the batch
-    assert 40_000_000 < reader.stats.bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
-    batches.close()
 
 
 MEMORY = """
@@ -155,31 +144,6 @@ def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, 
         gc.enable()
 
 
-def unshared(pid: int) -> int:
-    """Bytes of a process that are not shared with another process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/smaps_rollup").exists(), reason="this /proc does not report shared memory"
-)
-def test_a_worker_shares_the_memory_of_its_parent_after_garbage_collection(tmp_path: Path) -> None:
-    folder = blobs(tmp_path, shards=1, samples=20, size=100)
-
-    def collecting(sample: dict[str, Any]) -> dict[str, int]:
-        before = unshared(os.getpid())
-        gc.collect()
-        return {"more": unshared(os.getpid()) - before}
-
-    loader = wt.Loader(
-        folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork"
-    )
-    grown = int(sum(batch["more"].sum() for batch in loader))
-    loader.close()
-    assert grown < 4_000_000  # without gc.freeze 30 MB and more: the modules of torch
-
-
 def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,34 +166,6 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         total.append(sum(reads))
     window = 200 * int((index.offsets.stop - index.offsets.start).max())
     assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
-
-
-BIG_BATCHES = """
-import sys, wdstrain as wt
-class Big:
-    names = ("bin",)
-    example = wt.Example((3, 512, 512), "uint8")
-    def read(self, name, data, out, draws):
-        out[:] = 7
-loader = wt.Loader(sys.argv[1], {"big": Big()}, batch_size=32, num_workers=2)  # 25 MB a batch
-kept = [batch for _ in range(3) for batch in loader]
-print(sum(int(batch["big"].float().mean()) for batch in kept))
-loader.close()
-"""
-
-
-@pytest.mark.slow
-def test_64_mb_of_dev_shm_are_enough(tmp_path: Path) -> None:
-    """In a mount namespace whose /dev/shm has this size, as in a container."""
-    write_tar(tmp_path / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
-    inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
-    probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
-    command = [*mounting, sys.executable, "-c", BIG_BATCHES, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
 def holes(folder: Path, sizes: list[int], shards: int) -> Path:

@@ -197,14 +197,6 @@ def test_a_pass_of_all_workers_is_an_epoch_after_partial_ones(numbered: Path) ->
         assert passed(lambda: workers_of(data, 2)) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_spawned_workers_count_epochs(numbered: Path, context: str) -> None:
-    stream = wt.stream(numbered)
-    next(iter(stream))
-    assert [epoch_of(workers_of(stream, count, context)) for count in (2, 1, 2)] == [1, 2, 3]
-
-
 def test_a_child_and_its_parent_share_a_stream(numbered: Path) -> None:
     stream = wt.stream(numbered)
     samples = iter(stream)

@@ -172,11 +172,10 @@ def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        line = [sys.executable, *words, str(out)]
+        line, pipe = [sys.executable, *words, str(out)], subprocess.PIPE
+        jobs = [{**ENVIRONMENT, **job, "RANK": str(rank)} for rank in range(ranks)]
         return [
-            subprocess.Popen(line, env={**ENVIRONMENT, **job, "RANK": str(rank)}, **pipes)
-            for rank in range(ranks)
+            subprocess.Popen(line, env=env, stdout=pipe, stderr=pipe, text=True) for env in jobs
         ]
 
     def finish(out: Path) -> str:
@@ -195,39 +194,6 @@ def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
     first, second = (torch.load(out / "last.pt", weights_only=True) for out in outs)
     assert first["loader"] == second["loader"]
     torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate_resumes_in_mid_epoch(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    shards = write_shards(tmp_path / "shards", [20, 12])
-
-    def fit(resume: bool) -> tuple[list[list[str]], torch.Tensor]:
-        accelerator, seen = accelerate.Accelerator(cpu=True), list[list[str]]()
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.Adam(layer.parameters())
-        model, optimizer = accelerator.prepare(layer, optimizer)
-        with wt.Loader(shards, LABEL, batch_size=4) as loader:
-            accelerator.register_for_checkpointing(loader)
-            if resume:
-                accelerator.load_state(tmp_path / "state")
-            while loader.next_position < (2, 0):
-                for batch in loader:
-                    seen.append(batch["__key__"])
-                    optimizer.zero_grad()
-                    accelerator.backward(model(batch["label"].float()[:, None]).mean())
-                    optimizer.step()
-                    if len(seen) == 11 and not resume:
-                        accelerator.save_state(tmp_path / "state")
-        return seen, layer.weight.detach()
-
-    whole, expected = fit(False)
-    seen, weights = fit(True)
-    assert len(whole) == 16
-    assert seen == whole[11:]
-    assert torch.equal(weights, expected)
 
 
 @pytest.mark.slow

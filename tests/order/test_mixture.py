@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from fractions import Fraction
@@ -78,7 +79,10 @@ def test_a_weight_belongs_to_the_source_of_its_name(sources: dict[str, Path]) ->
     ("options", "words"),
     [
         ({"weights": {"a": 1}}, "for each of the sources a, b"),
-        ({"weights": {"a": 1, "b": 0}}, "above 0"),
+        *(
+            ({"weights": weights}, "must have a finite number above 0 for each of the sources a, b")
+            for weights in ([1, 2], *({"a": value, "b": 1} for value in (0, math.nan, "1")))
+        ),
         ({"weights": {"a": 1e9, "b": 1}}, "must be at least 1/65536"),
         ({"tail": "pad"}, "mixture ends with the first source"),
         ({"batch_size": 100}, "cannot fill one step of 100"),

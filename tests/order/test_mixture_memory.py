@@ -51,12 +51,6 @@ def check(loader: wt.Loader, steps: int | None = None) -> None:
     loader.close()
 
 
-def test_a_source_with_a_small_share_fits_into_memory(tmp_path: Path) -> None:
-    sets = {name: sparse(tmp_path, name, [13_000] * n) for name, n in (("a", 200_000), ("b", 4000))}
-    options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": 1000}
-    check(wt.mix(sets, weights={"a": 0.99, "b": 0.01}, **options), 100)
-
-
 def test_thousands_of_small_samples_beside_large_ones_fit(tmp_path: Path) -> None:
     """One read takes all small samples, and many of them are released long after."""
     folder = sparse(tmp_path, "a", [*[3_000_000] * 60, *[10] * 5000])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import quick_and_slow
-from tests.support.orders import check_reading
 from wdstrain.errors import PlanError
 from wdstrain.order.plan import Plan
 
@@ -80,14 +79,6 @@ def test_a_sample_leaves_within_one_window_of_its_place(plans: list[Plan]) -> No
 
 
 @for_each
-def test_lanes_read_what_is_delivered(plans: list[Plan]) -> None:
-    """Padding repeats a sample, which then has several rows."""
-    for plan in plans:
-        for rank in range(plan.world_size):
-            check_reading(plan, rank)
-
-
-@for_each
 def test_a_resume_reads_at_most_one_window_before_its_step(plans: list[Plan]) -> None:
     for plan in plans:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
@@ -95,19 +86,6 @@ def test_a_resume_reads_at_most_one_window_before_its_step(plans: list[Plan]) ->
             # Padding repeats the last sample of a lane.
             start = min(cut(plan, lane, step), max(0, plan.lane_samples(lane) - 1))
             assert start - first < plan.window
-
-
-@for_each
-def test_places_of_a_lane_are_adjacent_in_their_shards(plans: list[Plan]) -> None:
-    """Consecutive places are consecutive samples, except at a shard's end or at the hole."""
-    for plan in plans:
-        shard = np.repeat(np.arange(len(plan.counts)), plan.counts)
-        for lane in range(plan.lane_count):
-            ids = plan.ids(lane, np.arange(plan.lane_samples(lane)))
-            jumps = np.flatnonzero(np.diff(ids) != 1)
-            forward = [(ids[i + 1] > ids[i]) for i in jumps if shard[ids[i]] == shard[ids[i + 1]]]
-            assert all(forward)
-            assert len(forward) <= 1  # the hole
 
 
 def test_the_dropped_samples_change_in_every_epoch() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,11 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import ROOT, picture
+from tests.conftest import picture
 from tests.support.indexes import with_column
 from tests.support.readers import collected_batches
 from tests.support.servers import serving
 from wdstrain.memory import Memory
-from wdstrain.native import kernels
 from wdstrain.reader.fetch import damaged_samples
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -171,50 +167,3 @@ def test_a_field_beyond_the_memory_is_refused(packed: Path, column: str, change:
     place[7] = memory.size - 10
     with pytest.raises(ValueError, match="beyond its memory"):
         damaged_samples(index, None, memory, np.arange(20), place)
-
-
-def test_a_field_at_another_offset_is_damaged(packed: Path) -> None:
-    index = wt.index(packed)
-    memory, place = first_shard(index)
-    changed = lying(index, 3, "offset", 700)
-    assert damaged_samples(changed, None, memory, np.arange(20), place) == {3: index.fields[0]}
-
-
-@pytest.mark.parametrize("names", [["png", "cls", "txt"], ["cls"]])
-@pytest.mark.parametrize("ids", [range(5, 17), (5, 8, 9, 13)])
-def test_samples_are_damaged_if_any_needed_field_differs(
-    packed: Path, ids: Any, names: list[str]
-) -> None:
-    """Samples with different fields, in reverse order in the memory."""
-    index = wt.index(packed)
-    data, table = Path(index.shards[0].path).read_bytes(), index.offsets
-    memory, numbers = Memory(100_000), np.array(ids)
-    sizes = table.size[numbers[::-1]]
-    place = (sizes.cumsum() - sizes)[::-1]
-    for i, offset in zip(ids, place.tolist(), strict=True):
-        memory.view[offset : offset + table.size[i]] = data[table.start[i] : table.stop[i]]
-    row = numbers.tolist().index(9)
-    assert damaged_samples(index, names, memory, numbers, place) == {}
-    for name, offset, size in index.members(9):
-        position = int(place[row] + offset - table.start[9]) + size // 2
-        memory.view[position] ^= 255
-        damaged = damaged_samples(index, names, memory, numbers, place)
-        assert damaged == ({row: name} if name in names else {})
-        memory.view[position] ^= 255
-
-
-@pytest.mark.slow
-def test_a_missing_symbol_of_isal_is_not_blamed_on_a_compiler(packed: Path, tmp_path: Path) -> None:
-    """The compiled library is there. isal lacks the function whose address it needs."""
-    if kernels.library is None:
-        pytest.skip("no compiler")
-    stub = tmp_path / "stub" / "isal"
-    stub.mkdir(parents=True)
-    (stub / "__init__.py").touch()
-    (stub / "isal_zlib.py").write_text("from zlib import *\n")
-    code = "import sys, wdstrain as wt; next(iter(wt.Loader(sys.argv[1], batch_size=4)))"
-    words = [sys.executable, "-c", code, str(packed)]
-    environment = {**os.environ, "PYTHONPATH": f"{stub.parent}{os.pathsep}{ROOT}"}
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "cannot call the crc32 of isal" in done.stderr

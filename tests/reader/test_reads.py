@@ -8,12 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from tests.support.readers import collected_batches
 from wdstrain.reader import reads as module
 from wdstrain.reader.reads import GAP, Read, reads
 
@@ -110,19 +108,3 @@ def test_every_row_of_an_epoch_is_read_once(
             batch += 1
     assert not rows
     loader.close()
-
-
-@pytest.mark.parametrize("choice", ["all", "every third", "far apart"])
-@pytest.mark.parametrize("buffer", [1, 40])
-def test_samples_lie_at_their_offsets(index: wt.Index, choice: str, buffer: int) -> None:
-    """Gaps between samples are left out of the memory, whether they are read or skipped."""
-    ids = np.arange(0, COUNT, {"all": 1, "every third": 3, "far apart": 41}[choice])
-    chosen = index.take(ids)
-    loader = wt.Loader(chosen, batch_size=3, shuffle_buffer=buffer, tail="keep")
-    seen = set[int]()
-    for reader, _, batch in collected_batches(chosen, loader.plan):
-        members = batch.members
-        for number, begin in zip(batch.ids.tolist(), members.offset.tolist(), strict=True):
-            assert bytes(reader.memory.view[begin : begin + 10]).startswith(b"%d," % ids[number])
-            seen.add(number)
-    assert len(seen) == len(ids)

@@ -74,39 +74,6 @@ assert len(list(trainloader)) == 3
 del trainloader
 """
 
-COLUMN_STORE = """
-def find_column_url(url):
-    return url.replace("publaynet", "columns")
-
-def add_column(src, find_column_url=find_column_url):
-    last_url = None
-    column_src = None
-    for sample in src:
-        if last_url != sample["__url__"]:
-            column_url = find_column_url(sample["__url__"])
-            column_src = iter(
-                wds.WebDataset(
-                    column_url,
-                    resampled=True,
-                    shardshuffle=False,
-                    nodesplitter=None,
-                    workersplitter=None,
-                )
-            )
-            last_url = sample["__url__"]
-        extra = next(column_src)
-        while extra["__key__"] != sample["__key__"]:
-            extra = next(column_src)
-        for k, v in extra.items():
-            if k[0] != "_":
-                sample[k] = v
-        yield sample
-
-dataset = wds.WebDataset("HERE/publaynet-train-{000000..000009}.tar", shardshuffle=False).compose(add_column).decode()
-samples = list(dataset)
-assert len(samples) == 20
-assert all(s["index"] == s["json"]["annotations"][0]["category_id"] for s in samples)
-"""
 
 FAQ = """
 urls = "HERE/publaynet-train-{000000..000009}.tar"
@@ -154,7 +121,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-EXAMPLES = {"loader": LOADER, "resnet": RESNET, "columns": COLUMN_STORE, "faq": FAQ}
+EXAMPLES = {"loader": LOADER, "resnet": RESNET, "faq": FAQ}
 
 
 @pytest.mark.parametrize(("name", "place"), [("loader", "http"), *((n, "local") for n in EXAMPLES)])
