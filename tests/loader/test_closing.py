@@ -92,9 +92,8 @@ def test_passes_in_several_threads_do_not_share_batches(tmp_path: Path) -> None:
             except WdstrainError as error:
                 ends.append(str(error))
 
-    with switching_often():
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(run, range(2)))
+    with switching_often(), ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
     loader.close()
     for number, start, keys, ends in passes:
         assert not ends or "another loop over the same loader" in ends[0]

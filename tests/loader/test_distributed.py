@@ -67,14 +67,11 @@ def test_a_rank_of_the_job_is_compared_with_the_process_group_and_a_given_one_is
     monkeypatch.setenv("WORLD_SIZE", "2")
     of_job = wt.Loader(shards, batch_size=2)
     given = wt.Loader(shards, batch_size=2, rank=1, world_size=2)
-    assert len(list(of_job)) == len(list(given)) == 5
     group = torch.distributed
     group.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         for loader in (of_job, pickle.loads(pickle.dumps(of_job))):
-            with pytest.raises(
-                wt.UsageError, match="rank 1 of 2, and the process group says rank 0"
-            ):
+            with pytest.raises(wt.UsageError, match="rank 1 of 2, and the process .* says rank 0"):
                 next(iter(loader))
         for loader in (given, pickle.loads(pickle.dumps(given))):
             assert len(list(loader)) == 5

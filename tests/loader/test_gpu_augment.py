@@ -19,7 +19,7 @@ from tests.conftest import Sample, encoded, write_tar
 from tests.support.outcomes import result_or_refusal
 from wdstrain.augment.gpu import IMAGENET
 from wdstrain.augment.mixing import DRAWS, beta_quantiles
-from wdstrain.decode.transforms import random_crop, random_crops
+from wdstrain.decode.transforms import random_crops
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # columns of a sample's draws that an augmentation uses
@@ -43,14 +43,6 @@ def _distance(first: Any, second: Any) -> float:
         np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in (first, second)
     ]
     return float(np.abs(below[0] - below[1]).max())
-
-
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (60, 600), (8, 8)])
-def test_crops_of_a_batch_equal_crops_of_each_image(height: int, width: int) -> None:
-    draws = _draws(500)
-    assert random_crops(height, width, draws).tolist() == [
-        list(random_crop(height, width, row)) for row in draws
-    ]
 
 
 def _changed(pictures: torch.Tensor, draws: Any = None, **options: Any) -> torch.Tensor:
@@ -102,14 +94,6 @@ def test_color_changes_equal_torchvision_in_the_order_of_each_image() -> None:
             reference = change(reference, low + (high - low) * draws[row, _FACTOR + which])
         assert torch.allclose(output[row], reference, atol=2e-3), order
     assert len(seen) > 15
-
-
-def test_values_are_normalized_in_the_requested_precision() -> None:
-    pictures = _pictures(4)
-    output = _changed(pictures, normalize="imagenet", dtype=torch.bfloat16)
-    assert output.dtype == torch.bfloat16
-    reference = functional.normalize(pictures.float() / 255, *map(list, IMAGENET))
-    assert torch.allclose(output.float(), reference, atol=0.02)
 
 
 def test_mixup_shares_follow_the_beta_distribution() -> None:

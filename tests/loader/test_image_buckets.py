@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps
 
 import wdstrain as wt
-from wdstrain.cli import main
 
 PIXELS = 64 * 64
 STORED = [(64, 64), (96, 64), (64, 96), (120, 60), (70, 100), (90, 30)]  # width, height
@@ -220,18 +219,6 @@ def test_columns_of_sizes_end_with_new_samples_as_a_warning_says(
     assert "--columns png.width,png.height" in caplog.text
     assert wt.verify(tmp_path).ok
     assert len(wt.index(tmp_path, columns=["png.width"]).where("png.width == 9")) == 8
-
-
-def test_plan_names_the_shapes_with_their_steps(
-    shards: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--buckets", "aspect", "--pixels", str(PIXELS), "--batch-size", "8"]
-    assert main(["plan", shards, *options]) == 0
-    shown = capsys.readouterr().out
-    plan: Any = loader(shards).plan(0)
-    assert " x " in plan.names[0]
-    for name in plan.names:
-        assert f"{name} " in shown
 
 
 @pytest.mark.parametrize(

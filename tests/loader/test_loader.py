@@ -6,15 +6,18 @@ import gc
 import math
 import os
 import random
+import re
 import select
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import wdstrain as wt
@@ -221,6 +224,33 @@ def test_wrong_arguments_are_refused(shards: Path, options: dict[str, Any], word
         wt.Loader(shards, **options)
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("pin_memory", "Not needed: wt.to_device"),
+        ("drop_last", 'Use tail="drop" or tail="keep"'),
+        ("sampler", "where=, weights= or balance="),
+        ("generator", "seed="),
+        ("dataset", "urls"),
+        ("workers", "Did you mean num_workers?"),
+    ],
+)
+def test_an_argument_of_other_loaders_is_refused_with_the_next_step(
+    shards: Path, argument: str, hint: str
+) -> None:
+    for call in (partial(wt.Loader, shards), partial(wt.mix, {"a": shards})):
+        with pytest.raises(TypeError, match=rf"^\w+\(\) .*'{argument}'\. .*{re.escape(hint)}"):
+            call(**{argument: None})
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_loader_in_a_data_loader_of_torch_is_refused(shards: Path, batch_size: Any) -> None:
+    with wt.Loader(shards, batch_size=2) as loader:
+        wrapped: Any = DataLoader(loader, batch_size=batch_size)
+        with pytest.raises(TypeError, match="Use it in place of a DataLoader"):
+            next(iter(wrapped))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_interrupted_loops_leave_no_threads_and_no_files(photos: Path, num_workers: int) -> None:
     def descriptors(loader: wt.Loader) -> int:
@@ -304,39 +334,9 @@ COLLECTING = """
 """
 
 
-OTHERS_CHILD = """
-    import multiprocessing, os, signal, sys, time
-    import wdstrain as wt
-
-    others = []
-
-    def start_another():  # another thread starts a process while the loader starts workers
-        if not others:
-            others.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
-            others[0].start()
-            signal.raise_signal(signal.SIGINT)
-
-    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    os.register_at_fork(after_in_parent=start_another)
-    try:
-        next(iter(loader))
-    except KeyboardInterrupt:
-        print("interrupted")
-    print("alive" if others[0].is_alive() else "killed", len(multiprocessing.active_children()))
-    others[0].kill()
-"""
-
-
-@pytest.mark.parametrize(
-    ("program", "out"),
-    [
-        pytest.param(COLLECTING, "done\n", id="a loader that its own thread collects"),
-        pytest.param(OTHERS_CHILD, "interrupted\nalive 1\n", id="an interrupted start of workers"),
-    ],
-)
-def test_a_program_ends_and_leaves_other_processes(shards: Path, program: str, out: str) -> None:
-    done = ended(program, shards)
-    assert (done.status, done.out) == (0, out), done.err
+def test_a_loader_that_its_own_thread_collects_ends(shards: Path) -> None:
+    done = ended(COLLECTING, shards)
+    assert (done.status, done.out) == (0, "done\n"), done.err
 
 
 ENDLESS = """

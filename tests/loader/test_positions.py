@@ -199,17 +199,6 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
             call()
 
 
-def test_a_copy_has_the_rank_and_the_options_of_its_loader(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"tail": "pad", "on_error": "replace", "max_errors": 0.5}
-    loader = wt.Loader(shards, batch_size=4, rank=1, world_size=2, **options)
-    sent = pickle.dumps(loader)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert keys_of(pickle.loads(sent)) == keys_of(loader)
-
-
 def test_copying_a_pass_raises_and_suggests_copying_the_loader(shards: Path) -> None:
     refused = r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)"
     with wt.Loader(shards, batch_size=4) as loader:

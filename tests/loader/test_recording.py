@@ -325,25 +325,18 @@ def test_a_resumed_run_has_the_order_and_the_values_of_an_undisturbed_one(
     copied.close()
 
 
-def test_the_plan_of_an_epoch_that_was_begun_stays_and_others_are_refused(shards: Path) -> None:
+def test_the_plans_of_epoch_0_and_of_the_newest_epoch_are_known_and_no_others(shards: Path) -> None:
     with wt.Loader(shards, FIELDS, weights="loss", batch_size=4) as loader:
         with pytest.raises(wt.UsageError, match="epoch 1 .* when it begins"):
             loader.plan(1)
         first = loader.plan(0).delivery(0, 0, 5).ids.tolist()
-        list(train(loader, 0))
-        for epoch in (1, 2, 3):
-            begun = train(loader, epoch)
-            keys = next(begun)
-            plan = loader.plan(epoch).delivery(0, 0, 5).ids
-            assert loader.index.keys(plan[:4]) == keys
-            keys += [key for batch in begun for key in batch]
-            assert loader.index.keys(plan) == keys
-        assert len(list(loader.epoch(3))) == 5  # the newest epoch can be read again
+        for epoch in range(4):
+            list(train(loader, epoch))
+        assert len(list(loader.epoch(3))) == 5  # it can be read again
         assert loader.plan(0).delivery(0, 0, 5).ids.tolist() == first
-        with pytest.raises(wt.UsageError, match="epoch 9 .* newest epoch, 3"):
-            loader.plan(9)
-        with pytest.raises(wt.UsageError, match="epoch 1 .* newest epoch, 3"):
-            next(loader.epoch(1))
+        for call in (loader.plan, lambda number: next(loader.epoch(number))):
+            with pytest.raises(wt.UsageError, match="epoch 1 .* newest epoch, 3"):
+                call(1)
 
 
 def test_an_epoch_with_larger_samples_than_the_first_is_delivered(tmp_path: Path) -> None:
@@ -377,12 +370,13 @@ def test_weights_that_cannot_be_drawn_end_in_one_clear_error(
     rows = ({"__key__": f"k{n:03d}", "cls": n % 2, "json": {"often": n % 3}} for n in range(COUNT))
     wt.pack(rows, tmp_path, shuffle=False)
 
-    with (
-        pytest.raises(wt.UsageError, match=message),
-        wt.Loader(tmp_path, FIELDS, batch_size=4, shuffle=False, **options) as loader,
-    ):
-        for batch in chain(loader, loader):
-            loader.record(batch, loss=losses)
+    def two_epochs() -> None:
+        with wt.Loader(tmp_path, FIELDS, batch_size=4, shuffle=False, **options) as loader:
+            for batch in chain(loader, loader):
+                loader.record(batch, loss=losses)
+
+    with pytest.raises(wt.UsageError, match=message):
+        two_epochs()
 
 
 def test_a_state_of_other_weights_or_without_values_is_refused(shards: Path) -> None:

@@ -20,7 +20,6 @@ from tests.conftest import Sample, write_tar
 from tests.support.readers import collected_batches
 from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.shards.tar_headers import END, header, padding
-from wdstrain.storage.files import LocalFile
 
 
 def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
@@ -142,30 +141,6 @@ def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, 
         assert not served.faults
     finally:
         gc.enable()
-
-
-def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = wt.index(blobs(tmp_path, shards=4, samples=1000, size=4000))
-    reads: list[int] = []
-    original = LocalFile.read_into
-
-    def counted(self: LocalFile, target: memoryview, offset: int) -> None:
-        reads.append(len(target))
-        original(self, target, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setenv("WDSTRAIN_READ_AHEAD", "1")
-    total = []
-    for step in (0, 1, 30, 60, 110, 124):
-        loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)
-        reads.clear()
-        next(loader.epoch(0, start=step))
-        loader.close()
-        total.append(sum(reads))
-    window = 200 * int((index.offsets.stop - index.offsets.start).max())
-    assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
 
 
 def holes(folder: Path, sizes: list[int], shards: int) -> Path:

@@ -95,3 +95,22 @@ def test_samples_repeated_often_are_all_delivered(options: dict[str, Any], tmp_p
                 counts.update("large" if len(text) > 1000 else "small" for text in batch["txt"])
                 time.sleep(0.004)  # the step of a model, during which the reader runs ahead
             assert counts == expected
+
+
+@pytest.mark.parametrize("way", ["folder", "index", "mixture"])
+def test_one_split_of_several_is_read_by_its_name(tmp_path: Path, way: str) -> None:
+    samples = ({"__key__": f"k{n:02d}", "cls": n} for n in range(40))
+    wt.pack(samples, tmp_path, split={"train": 0.75, "val": 0.25})
+
+    def keys(split: str) -> list[str]:
+        source: Any = {"a": tmp_path} if way == "mixture" else tmp_path
+        source = wt.open(tmp_path) if way == "index" else source
+        make = wt.mix if way == "mixture" else wt.Loader
+        with make(source, split=split, batch_size=1) as loader:
+            return sorted(key for batch in loader for key in batch["__key__"])
+
+    for name in ("train", "val"):
+        index = wt.open(f"{tmp_path}/{name}-*.tar")
+        assert keys(name) == sorted(index.keys(range(len(index))))
+    with pytest.raises(wt.UsageError, match="split='test': the splits of these .* train, val"):
+        keys("test")

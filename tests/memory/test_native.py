@@ -39,8 +39,7 @@ def test_checksums_are_those_of_zlib(runs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "size"),
-    [(-1, 5), (0, -1), (96, 5), ((1 << 63) - 1,) * 2, (1, -1 << 63)],
+    ("start", "size"), [(-1, 5), (0, -1), (96, 5), ((1 << 63) - 1,) * 2, (1, -1 << 63)]
 )
 def test_runs_outside_the_memory_are_refused(start: int, size: int) -> None:
     """Offsets come from an index and become addresses, so they are validated."""

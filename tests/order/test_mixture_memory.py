@@ -51,13 +51,6 @@ def check(loader: wt.Loader, steps: int | None = None) -> None:
     loader.close()
 
 
-def test_thousands_of_small_samples_beside_large_ones_fit(tmp_path: Path) -> None:
-    """One read takes all small samples, and many of them are released long after."""
-    folder = sparse(tmp_path, "a", [*[3_000_000] * 60, *[10] * 5000])
-    for shuffle in (False, True):
-        check(wt.Loader(folder, batch_size=4, shuffle=shuffle, shuffle_buffer=20), 800)
-
-
 def drawn(seed: int) -> tuple[dict[str, list[int]], dict[str, Any], int]:
     """Return (sizes of the samples of each source, options, steps) of one case."""
     bits = random.Random(seed)

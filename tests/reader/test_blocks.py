@@ -38,14 +38,6 @@ def test_blocks_do_not_overlap_and_are_freed_with_their_last_sample(seed: int) -
     assert blocks.take(64 * PAGE, 1) == 0
 
 
-def test_a_block_may_fill_the_memory_exactly() -> None:
-    blocks = Blocks(3 * PAGE)
-    assert (blocks.take(PAGE, 1), blocks.take(2 * PAGE, 2)) == (0, PAGE)
-    assert blocks.take(1, 1) is None
-    blocks.release(np.array([PAGE, PAGE]))
-    assert blocks.take(2 * PAGE, 1) == PAGE
-
-
 def test_memory_is_taken_from_the_front() -> None:
     """So the system provides no more pages than are held at one time."""
     blocks, order = Blocks(1000 * PAGE), list[int]()

@@ -101,23 +101,6 @@ def test_every_batch_before_a_read_error_is_delivered_and_a_resume_delivers_the_
     assert not error or after == epochs[len(delivered) :][: len(after)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_mixture_delivers_every_batch_before_a_read_error(
-    packed: Path, tmp_path: Path, num_workers: int
-) -> None:
-    wt.pack(({"__key__": f"o{i}", "id": str(i)} for i in range(100)), tmp_path)
-    sets, options = {"a": packed, "b": tmp_path}, {"batch_size": 7, "weights": {"a": 2, "b": 1}}
-    epoch = keys_of(wt.mix(sets, shuffle_buffer=50, **options))
-    fields, delivered = {"text": wt.text("id")}, list[list[str]]()
-    loader = wt.mix(sets, fields, num_workers=num_workers, shuffle_buffer=50, **options)
-    with cut(loader.index, 150) as lost:
-        with pytest.raises(wt.ShardError, match="ends at offset"):
-            for batch in loader:
-                delivered.append(batch["__key__"])
-        loader.close()
-    assert delivered == list(takewhile(lambda keys: not lost & set(keys), epoch))
-
-
 def test_an_unexpected_error_of_a_reading_thread_raises_where_samples_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

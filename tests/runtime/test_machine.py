@@ -73,16 +73,3 @@ def test_control_groups_limit_processors_and_memory(tmp_path: Path) -> None:
     unlimited = (whole, all_)
     expected = [unlimited] * 2 + [version2, of_cpu, of_memory] * 3 + [unlimited] * 2
     assert limits == [*expected, (1, all_), unlimited, (1, all_)]
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or _HERE < 2,
-    reason="needs two processors and their affinity",
-)
-def test_a_process_bound_to_processors_does_not_share_them() -> None:
-    code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:-1]); from wdstrain.runtime.machine import cores; print(cores())"
-    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert int(done.stdout) == min(_HERE - 1, cores())

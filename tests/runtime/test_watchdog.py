@@ -104,9 +104,11 @@ def test_silent_storage_is_logged_with_shard_and_offset(
         gate.wait(60)
         return False
 
-    with serving(tmp_path / "far", faults=[silent]) as served:
-        with wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3) as loader:
-            assert sum(len(batch["__key__"]) for batch in loader) == 20
+    with (
+        serving(tmp_path / "far", faults=[silent]) as served,
+        wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3) as loader,
+    ):
+        assert sum(len(batch["__key__"]) for batch in loader) == 20
     (message,) = [text for text in log.stalls if "Stage read" in text][:1]
     assert ".tar is being read at offset 0" in message
     assert "http.py" in capfd.readouterr().err  # the thread that waits for the server

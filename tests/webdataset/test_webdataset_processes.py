@@ -128,14 +128,6 @@ def test_workers_are_read_from_the_environment(urls: str, monkeypatch: pytest.Mo
     assert sorted(delivered) == keys(read_wds(urls, workersplitter=None))
 
 
-def test_a_pass_in_the_parent_does_not_affect_its_workers(urls: str) -> None:
-    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
-    begun = iter(dataset)
-    next(begun)
-    assert [sorted(epoch) for epoch in read(dataset, 2)] == [all_keys(urls)] * 3
-    assert len(list(begun)) == 20
-
-
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
 def test_copies_count_epochs_independently(tmp_path: Path, ending: str) -> None:
     urls = write_set(tmp_path / "set", [2] * 10, ending)
