@@ -86,7 +86,8 @@ def test_passes_in_several_threads_do_not_share_batches(tmp_path: Path) -> None:
 
     def run(number: int) -> None:
         for start in (0, 7, 0, 3, 0, 30):
-            passes.append((number, start, keys := [], ends := []))
+            keys, ends = list[list[str]](), list[str]()
+            passes.append((number, start, keys, ends))
             try:
                 keys.extend(batch["__key__"] for batch in loader.epoch(number, start=start))
             except WdstrainError as error:

@@ -16,7 +16,6 @@ from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, encoded, write_tar
-from tests.support.outcomes import result_or_refusal
 from wdstrain.augment.gpu import IMAGENET
 from wdstrain.augment.mixing import DRAWS, beta_quantiles
 from wdstrain.decode.transforms import random_crops
@@ -59,10 +58,10 @@ def _cropped(image: torch.Tensor, box: Any, size: list[int]) -> torch.Tensor:
 
 def test_crop_resize_and_flip_equal_torchvision() -> None:
     pictures, draws = _pictures(40), _draws(40)
-    output = _changed(pictures, draws, augment="rrc+flip", size=(24, 20))
+    output = _changed(pictures, draws, augment="rrc+flip", size=(24, 20), scale=(0.35, 0.9))
     assert output.shape == (40, 3, 24, 20)
     assert output.is_contiguous(memory_format=torch.channels_last)
-    for row, box in enumerate(random_crops(40, 56, draws).tolist()):
+    for row, box in enumerate(random_crops(40, 56, draws, (0.35, 0.9)).tolist()):
         reference = _cropped(pictures[row], box, [24, 20])
         reference = functional.horizontal_flip(reference) if draws[row, 22] < 0.5 else reference
         assert torch.allclose(output[row], reference, atol=1e-4)
@@ -176,9 +175,6 @@ def test_crops_have_the_requested_area_and_aspect_ratio() -> None:
     for column, name in enumerate(("top", "left", "height", "width")):
         expected = np.array([params[name] for params in reference])
         assert _distance(actual[:, column], expected) < 0.05, name
-    output = _changed(_pictures(9), augment="rrc", size=20, scale=scale)
-    for row, box in enumerate(random_crops(40, 56, _draws(9), scale)):
-        assert torch.allclose(output[row], _cropped(_pictures(9)[row], box, [20, 20]), atol=1e-4)
 
 
 def test_unsupported_augmentation_is_an_error() -> None:
@@ -186,17 +182,22 @@ def test_unsupported_augmentation_is_an_error() -> None:
     moved, floats = (
         {"image": two, "label": label} for label in (torch.zeros(2).long(), torch.zeros(2))
     )
+    masked = {**moved, "mask": torch.zeros(2, 40, 56).long()}
+    assert wt.Augmentation(brightness=0.2)(masked, _draws(2))["mask"] is masked["mask"]
+    changes: list[dict[str, Any]] = [{"augment": "flip"}, {"augment": "rrc", "size": 20}]
+    changes += [{"size": 24}, {"cutmix": 1.0, "classes": 2}]
     calls: list[tuple[Callable[[], Any], str]] = [
+        *(
+            (lambda change=change: wt.Augmentation(**change)(masked, _draws(2)), "mask")
+            for change in changes
+        ),
         (lambda: wt.Augmentation("rrc"), "needs a size"),
         (lambda: wt.Augmentation("blur"), "'blur' is not known"),
         (lambda: wt.Augmentation(hue=0.6), "hue=0.6"),
         (lambda: wt.Augmentation(mixup=0.2), "classes="),
         (lambda: wt.Augmentation(normalize="mnist"), "normalize='mnist'"),
         (lambda: wt.Augmentation(dtype=torch.uint8), "torch.uint8"),
-        (
-            lambda: list(wt.to_device([moved], "cpu", varied)),
-            "has no random numbers of its samples",
-        ),
+        (lambda: list(wt.to_device([moved], "cpu", varied)), "has no random numbers of its"),
         (lambda: varied({}, _draws(1)), r"batch\['image'\] is missing"),
         (lambda: varied(floats, _draws(2)), r"batch\['label'\] is float32\[2\]"),
     ]
@@ -211,34 +212,6 @@ def test_an_empty_batch_has_the_types_of_full_batches() -> None:
     output = varied(batch, _draws(0))
     assert (output["image"].shape, output["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
     assert (output["label"].shape, output["label"].dtype) == ((0, 5), torch.float32)
-
-
-def _png(pixels: Any) -> bytes:
-    return encoded(Image.fromarray(np.asarray(pixels, np.uint8)), "PNG")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"brightness": 0.2},
-        {"augment": "flip"},
-        {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
-        {"size": 24},
-        {"cutmix": 1.0, "classes": 2},
-    ],
-    ids=str,
-)
-def test_masks_follow_their_images_or_are_refused(options: dict[str, Any]) -> None:
-    """The object is the left third of the images; cutmix would bring classes of other pixels."""
-    mask = torch.zeros(16, 24, 36, dtype=torch.int64)
-    mask[:, :, :12] = 1
-    image = (mask[:, None] * 255).to(torch.uint8).expand(-1, 3, -1, -1)
-    batch = {"image": image, "mask": mask, "label": torch.arange(16) % 2}
-    outcome = result_or_refusal(lambda: wt.Augmentation(**options)(batch, _draws(16)))
-    if isinstance(outcome, str):
-        assert "mask" in outcome
-    else:
-        assert torch.equal(outcome["image"][:, 0] > 0.4, outcome["mask"] == 1)
 
 
 @pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}])
@@ -261,14 +234,13 @@ def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) 
 @pytest.mark.parametrize("bad", [5, 7], ids=["within the batch", "last of the batch"])
 def test_a_marked_sample_is_not_mixed(bad: int, mixing: dict[str, float], tmp_path: Path) -> None:
     """All good images are gray and of class 1; a marked row is black and of class 0."""
-    gray = _png(np.full((32, 32, 3), 200))
+    gray = encoded(Image.fromarray(np.full((32, 32, 3), 200, np.uint8)), "PNG")
     samples: list[Sample] = [
         (f"s{n}", {"png": gray if n != bad else gray[:45], "cls": b"1"}) for n in range(8)
     ]
     write_tar(tmp_path / "a.tar", samples)
     fields = {"image": wt.image(size=32), "label": wt.label()}
     options: dict[str, Any] = {"on_error": "mark", "max_errors": 1, "shuffle": False}
-
     with wt.Loader(tmp_path, fields, batch_size=8, **options) as loader:
         batches = loader.epoch(0, until=4)
         for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):

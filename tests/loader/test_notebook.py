@@ -147,12 +147,6 @@ class Half:
     def read(self, name, data, out, draws):
         return int(bytes(data)) / 2
 
-class Holder:
-    names, example = ("cls",), None
-    def __init__(self): self.parts = [{"inner": Half()}]
-    def read(self, name, data, out, draws):
-        return self.parts[0]["inner"].read(name, data, out, draws)
-
 def whole(sample): return {"half": int(sample["cls"])}
 
 def tried(method, workers, **given):
@@ -168,7 +162,7 @@ NOT_SENT = "fields and functions cannot be sent to worker processes, which "
 PARTS = {
     "transform=lambda sample: {'half': int(sample['cls'])}": NOT_SENT,
     "transform=whole": "a worker process of the loader died",
-    "fields={'label': wt.label(), 'half': Holder()}": "a worker process of the loader died",
+    "fields={'label': wt.label(), 'half': Half()}": "a worker process of the loader died",
 }
 
 

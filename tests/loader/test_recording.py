@@ -387,7 +387,8 @@ def test_a_state_of_other_weights_or_without_values_is_refused(shards: Path) -> 
         with pytest.raises(wt.UsageError, match="weights w"):
             wt.Loader(shards, FIELDS, weights=weights, batch_size=4).load_state_dict(state)
     cut = {**state["recorded"], "columns": {"loss": "eJwDAAAAAAE="}}
-    for broken in ({"epoch": 0}, [], cut):
+    wrong: list[Any] = [{"epoch": 0}, [], cut]
+    for broken in wrong:
         with pytest.raises(wt.UsageError, match="holds no recorded values"):
             recorded.load_state_dict({**state, "recorded": broken})
     recorded.load_state_dict(state)
