@@ -46,7 +46,6 @@ def switching_often() -> Iterator[None]:
 def test_other_threads_may_close_a_loader_at_any_moment(
     tmp_path: Path, where: str, workers: int, closers: int
 ) -> None:
-    """A pass delivers all batches or ends in an error with the reason."""
     write_shards(tmp_path, [50] * 4)
     wt.index(tmp_path)
     done, ends, wrong = threading.Event(), list[str](), list[Exception]()
@@ -180,7 +179,6 @@ def test_close_ends_a_loop_that_waits_for_a_silent_server(
 def test_close_ends_a_loop_though_transforms_hang(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may wait for a server of the user that never answers."""
     for module in (workers, worker_processes):
         monkeypatch.setattr(module, "END_SECONDS", 1.0)
     shards, notes = write_shards(tmp_path / "s", [50]), tmp_path / "notes"

@@ -49,21 +49,6 @@ def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
     assert held < 1.1 * 4000 * mean + ahead + 2 * read
 
 
-def test_a_first_batch_of_an_indexed_set_imports_no_pandas(tmp_path: Path) -> None:
-    wt.pack(({"__key__": str(i), "cls": i % 3} for i in range(9)), tmp_path / "set")
-    code = """if True:
-        import sys
-        import wdstrain as wt
-        for fields in (None, {"label": wt.label()}):
-            with wt.Loader(sys.argv[1], fields, batch_size=2) as loader:
-                next(iter(loader))
-        print("pandas" in sys.modules)
-    """
-    words = [sys.executable, "-c", code, str(tmp_path / "set")]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
 MEMORY = """
 import json, os, sys, time
 import wdstrain as wt
@@ -159,7 +144,6 @@ def holes(folder: Path, sizes: list[int], shards: int) -> Path:
 def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
     is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Samples of 3 MB: a rank of many still mixes dozens of them."""
     sets = {name: holes(tmp_path / name, [3_000_000] * 32, shards=16) for name in "ab"}
     options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": ranks}
     loader = wt.mix(sets, **options) if is_mixture else wt.Loader(sets["a"], **options)

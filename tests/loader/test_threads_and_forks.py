@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import multiprocessing
 import os
 import random
@@ -72,24 +71,6 @@ class Child:
     def end(self) -> None:
         self._process.kill()
         self._process.join()
-
-
-def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
-    loader, stopping = wt.Loader(numbered, batch_size=20), threading.Event()
-
-    def plan() -> None:
-        for epoch in itertools.count():
-            loader.plan(epoch).delivery(0, 0, 1)
-            if stopping.is_set():
-                return
-
-    thread = threading.Thread(target=plan)
-    thread.start()
-    try:
-        assert [Child(lambda: len(list(loader))).result() for _ in range(12)] == [COUNT // 20] * 12
-    finally:
-        stopping.set()
-        thread.join()
 
 
 @pytest.mark.parametrize("is_moved", [False, True])

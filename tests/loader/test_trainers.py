@@ -201,7 +201,6 @@ def test_the_plain_loop_is_killed_in_mid_epoch_and_ends_with_the_same_weights(
 def test_the_example_for_keras_reports_the_accuracy_of_the_validation_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keras reads ahead in validation data, so the next validation could begin within the set."""
     if find_spec("keras") is None:
         pytest.skip("keras is not installed: pip install keras")
     monkeypatch.setenv("KERAS_BACKEND", "torch")

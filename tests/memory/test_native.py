@@ -29,7 +29,6 @@ def ints(*values: int) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=40))
 def test_checksums_are_those_of_zlib(runs: list[tuple[int, int]]) -> None:
-    """Runs may overlap, be empty, and end with the memory."""
     memory = Memory(8000)
     memory.view[:] = np.random.default_rng(0).bytes(8000)
     start, size = ints(*(a for a, _ in runs)), ints(*(b for _, b in runs))

@@ -66,7 +66,6 @@ def sources(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_a_weight_belongs_to_the_source_of_its_name(sources: dict[str, Path]) -> None:
-    """In whatever order they are named. A state of other weights is refused."""
     with wt.mix(sources, weights={"b": 1, "a": 3}, batch_size=8) as loader:
         batches = list(loader)
         state = loader.state_dict()

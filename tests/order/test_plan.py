@@ -67,7 +67,6 @@ def delivered(plan: Plan) -> list[int]:
 
 @for_each
 def test_a_sample_leaves_within_one_window_of_its_place(plans: list[Plan]) -> None:
-    """The order can start at any place."""
     for plan in plans:
         for lane in range(plan.lane_count):
             count = plan.lane_samples(lane)
@@ -149,7 +148,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 
 def test_a_plan_costs_the_same_at_any_step() -> None:
-    """Memory is measured: near the end a plan holds no more than at the start."""
     peaks, steps = [], make([1_000_000_000], batch_size=64, window=5000).steps
     for step in (0, steps // 2, steps - 1):
         fresh = make([1_000_000_000], batch_size=64, window=5000)

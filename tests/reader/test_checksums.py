@@ -87,7 +87,6 @@ def test_samples_that_are_larger_than_a_request_are_verified(tmp_path: Path) -> 
 def test_bytes_that_are_intact_when_they_are_read_again_are_delivered(
     packed: Path, gap: bool
 ) -> None:
-    """The server sends other bytes once for each shard."""
     served_once = set[str]()
 
     def damaged(handler: Any, path: Path, start: int, stop: int) -> bool:

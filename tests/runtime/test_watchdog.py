@@ -230,11 +230,3 @@ def test_reasons_that_differ_in_quoted_values_are_counted_together() -> None:
     assert len(meter.bad_reasons) <= 21
     assert sum(meter.bad_reasons.values()) == 1000
     assert len(meter.bad_line) <= 120
-
-
-def test_a_slow_transfer_is_the_bottleneck() -> None:
-    seconds = {"handoff_seconds": 3.0, "parse_seconds": 1.0, "wait_seconds": 5.0}
-    meter = EpochStats(samples=100, batches=100, loop_seconds=1.0, **seconds)
-    assert meter.verdict.startswith(
-        "input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches"
-    )

@@ -158,7 +158,6 @@ def test_compressed_shards_are_streamed_and_logged_once(
 
 
 def test_a_compressed_shard_is_recognized_by_its_bytes(tmp_path: Path) -> None:
-    """Not by its name, and not by the name of its first member."""
     expected = keys(read_wds(write_set(tmp_path, [3], ".tgz")))
     (tmp_path / "part-000.tgz").rename(tmp_path / "x.tar")
     assert keys(wt.WebDataset(f"{tmp_path}/x.tar")) == expected

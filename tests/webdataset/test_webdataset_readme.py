@@ -128,7 +128,6 @@ EXAMPLES = {"loader": LOADER, "resnet": RESNET, "faq": FAQ}
 def test_an_example_of_webdataset_runs(
     name: str, place: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the folder of the shards, or its address on a server."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     (tmp_path / "cache").mkdir()
     text = re.sub(r"\bwds\.WebDataset\b", "wt.WebDataset", PREPROCESS + EXAMPLES[name])
