@@ -100,4 +100,4 @@ def test_random_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> 
 
 @pytest.mark.slow
 def test_many_random_sets_and_settings_fit_into_memory(tmp_path: Path) -> None:
-    check_block(lambda seed, folder: check_drawn(folder, seed), 0, 100, tmp_path)
+    check_block(lambda seed, folder: check_drawn(folder, seed), 0, 50, tmp_path)
