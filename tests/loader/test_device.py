@@ -5,18 +5,13 @@ These tests run without a GPU. test_cuda.py has the tests on a GPU.
 
 from __future__ import annotations
 
-import io
-import os
 import threading
-import time
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import live_threads_and_children, write_picture_shards, write_shards
@@ -44,11 +39,6 @@ class Copies:
         return batch
 
 
-def copied_ahead(batches: Any, copies: Any = None, device: str = "meta") -> Any:
-    """Return the batches on a device: "meta" needs no GPU, and its tensors have no values."""
-    return wt.to_device(batches, device, copies)
-
-
 WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 DEVICES = pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=WITH_GPU)])
 
@@ -61,8 +51,8 @@ class Stays(torch.Tensor):
 
 
 def pixels_of(sample: dict[str, Any]) -> dict[str, Any]:
-    pixels = np.array(Image.open(io.BytesIO(sample["png"])).convert("RGB").resize((24, 20)))
-    return {"image": torch.from_numpy(pixels).permute(2, 0, 1).as_subclass(Stays)}
+    pixels = torch.tensor(list(sample["png"][:75]), dtype=torch.uint8).view(3, 5, 5)
+    return {"image": pixels.as_subclass(Stays)}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -72,11 +62,10 @@ def test_one_batch_is_copied_ahead_and_not_yet_counted(photos: Path, num_workers
         (batch["__key__"], batch["image"].clone(), batch[RNG].tolist()) for batch in loader.epoch(0)
     ]
     copies = Copies()
-    for step, batch in enumerate(copied_ahead(loader.epoch(0), copies)):
+    for step, batch in enumerate(wt.to_device(loader.epoch(0), "meta", copies)):
         for _ in range(2 if step == 0 else 1 if step + 1 < len(loader) else 0):
-            assert copies.begun.acquire(
-                timeout=60
-            )  # the copy of the next batch has begun before the loop asks for it
+            # The copy of the next batch begins before the loop asks for it.
+            assert copies.begun.acquire(timeout=60)
         assert len(copies.threads) == min(step + 2, len(loader))
         keys, pixels, bits = expected[step]
         assert (batch["__key__"], batch[RNG].tolist()) == (keys, bits)
@@ -84,9 +73,8 @@ def test_one_batch_is_copied_ahead_and_not_yet_counted(photos: Path, num_workers
         assert loader.state_dict()["step"] == (step + 1) % len(loader)
         assert loader.report()["batches"] == step + 1
         assert loader.report()["samples"] == 8 * (step + 1)
-    assert (
-        copies.threads[0] == "MainThread"
-    )  # iter() in the main thread starts the worker processes
+    # iter() starts the worker processes in the main thread.
+    assert copies.threads[0] == "MainThread"
     assert set(copies.threads[1:]) == {"wdstrain-device"}
     loader.close()
 
@@ -96,7 +84,7 @@ def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path, device: str) -> Non
     write_picture_shards(tmp_path, [64], bad=[37])
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
-        seen.extend(batch["__key__"][0] for batch in copied_ahead(loader, None, device))
+        seen.extend(batch["__key__"][0] for batch in wt.to_device(loader, device))
     assert seen == ["s000", "s008", "s016", "s024"]
     assert loader.state_dict()["step"] == 4
 
@@ -105,17 +93,16 @@ def test_a_bad_sample_raises_at_its_own_step(tmp_path: Path, device: str) -> Non
 def test_a_loop_that_ends_early_leaves_no_thread(photos: Path, device: str) -> None:
     loader = wt.Loader(photos, FIELDS, batch_size=8)
     for _ in range(3):
-        for _ in copied_ahead(loader, None, device):
+        for _ in wt.to_device(loader, device):
             break
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ZeroDivisionError):
-        _ = [1 // 0 for _ in copied_ahead(loader, None, device)]
+        _ = [1 // 0 for _ in wt.to_device(loader, device)]
     loader.close()
 
 
-@pytest.fixture
-def silent(tmp_path: Path) -> Iterator[tuple[str, threading.Event, threading.Event]]:
-    """A set whose server stops answering at the third shard: (address, is asked, goes on)."""
+def test_a_loop_ends_though_the_next_batch_never_arrives(tmp_path: Path) -> None:
+    """The server stops answering at the third shard. The loop breaks, and close joins no thread."""
     wt.index(write_shards(tmp_path, [20, 20, 20]))
     asked, released = threading.Event(), threading.Event()
 
@@ -125,85 +112,25 @@ def silent(tmp_path: Path) -> Iterator[tuple[str, threading.Event, threading.Eve
         asked.set()
         return stall(0, released)(handler, path, start, stop)
 
-    with serving(tmp_path, faults=[stalled] * 100) as served:
-        yield f"{served.url}/index.json", asked, released
-        released.set()
-
-
-def join_fetchers() -> None:
-    """Wait for the threads that wait for the server no longer."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("wdstrain-fetch"):
-            thread.join(30)
-
-
-def test_a_loop_ends_though_the_next_batch_never_arrives(silent: Any) -> None:
-    """The server stops answering; the loop breaks, and close does not join its thread forever."""
-    address, asked, released = silent
-    with wt.Loader(address, batch_size=2, shuffle=False) as loader:
-        steps = 0
-        for steps, _ in enumerate(copied_ahead(loader, Copies()), 1):
-            if steps == 20:  # the samples of two shards; the next batch never arrives
-                assert asked.wait(30)
-                break
-        assert steps == 20
+    with (
+        serving(tmp_path, faults=[stalled] * 100) as served,
+        wt.Loader(f"{served.url}/index.json", batch_size=2, shuffle=False) as loader,
+    ):
+        batches: Any = wt.to_device(loader, "meta")
+        assert len(list(islice(batches, 20))) == 20  # the samples of two shards
+        assert asked.wait(30)
+        batches.close()
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-    released.set()
-    join_fetchers()
+        loader.close()
+        released.set()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> None:
-    """The error occurs while the copy thread takes the next batch."""
     write_picture_shards(tmp_path, [90], bad=range(0, 90, 9))
     options: dict[str, Any] = {"on_error": "replace", "max_errors": 0.03}
     loader = wt.Loader(tmp_path, FIELDS, batch_size=4, num_workers=num_workers, **options)
     with pytest.raises(wt.SampleError, match="more than max_errors=0.03 allows"):
-        list(copied_ahead(loader))
+        list(wt.to_device(loader, "meta"))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     assert live_threads_and_children() == []  # the error closed the loader
-
-
-def test_the_report_contains_the_time_of_copies(photos: Path) -> None:
-    """The report counts the batches that the loop received, not the batch ahead."""
-
-    class Slow(Copies):
-        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-            begun = time.perf_counter()
-            while time.perf_counter() < begun + 0.02:
-                pass
-            return batch
-
-    loader = wt.Loader(photos, FIELDS, batch_size=20)
-    for step, _ in enumerate(copied_ahead(loader.epoch(0), Slow())):
-        assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
-    loader.close()
-
-
-FORKED_WITH: list[list[str]] = []  # names of the threads of the package at each fork
-
-
-def _note_threads() -> None:
-    names = [thread.name for thread in threading.enumerate()]
-    FORKED_WITH.append([name for name in names if name.startswith("wdstrain")])
-
-
-@pytest.mark.slow
-def test_workers_start_before_any_thread_after_a_break_at_a_silent_server(silent: Any) -> None:
-    """A forked worker inherits the locks of threads that it does not have."""
-    address, _, released = silent
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-    fields, copies = {"x": wt.text()}, Copies()
-    with wt.Loader(address, fields, batch_size=2, shuffle=False, **options) as loader:
-        for step, _ in enumerate(copied_ahead(loader, copies)):
-            if step == 0:
-                assert copies.begun.acquire(timeout=30)
-            if not copies.begun.acquire(timeout=3):  # the next batch does not arrive
-                break
-        released.set()
-        join_fetchers()
-        os.register_at_fork(before=_note_threads)
-        FORKED_WITH.clear()
-        next(iter(copied_ahead(loader)))
-        forked_with = list(FORKED_WITH)
-    assert all(names == [] for names in forked_with)

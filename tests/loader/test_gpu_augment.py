@@ -16,10 +16,9 @@ from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, encoded, write_tar
-from tests.support.outcomes import result_or_refusal
 from wdstrain.augment.gpu import IMAGENET
 from wdstrain.augment.mixing import DRAWS, beta_quantiles
-from wdstrain.decode.transforms import random_crop, random_crops, region
+from wdstrain.decode.transforms import random_crops
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # columns of a sample's draws that an augmentation uses
@@ -45,14 +44,6 @@ def _distance(first: Any, second: Any) -> float:
     return float(np.abs(below[0] - below[1]).max())
 
 
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (60, 600), (8, 8)])
-def test_crops_of_a_batch_equal_crops_of_each_image(height: int, width: int) -> None:
-    draws = _draws(500)
-    assert random_crops(height, width, draws).tolist() == [
-        list(random_crop(height, width, row)) for row in draws
-    ]
-
-
 def _changed(pictures: torch.Tensor, draws: Any = None, **options: Any) -> torch.Tensor:
     """Return the images after an augmentation."""
     draws = _draws(len(pictures)) if draws is None else draws
@@ -67,10 +58,10 @@ def _cropped(image: torch.Tensor, box: Any, size: list[int]) -> torch.Tensor:
 
 def test_crop_resize_and_flip_equal_torchvision() -> None:
     pictures, draws = _pictures(40), _draws(40)
-    output = _changed(pictures, draws, augment="rrc+flip", size=(24, 20))
+    output = _changed(pictures, draws, augment="rrc+flip", size=(24, 20), scale=(0.35, 0.9))
     assert output.shape == (40, 3, 24, 20)
     assert output.is_contiguous(memory_format=torch.channels_last)
-    for row, box in enumerate(random_crops(40, 56, draws).tolist()):
+    for row, box in enumerate(random_crops(40, 56, draws, (0.35, 0.9)).tolist()):
         reference = _cropped(pictures[row], box, [24, 20])
         reference = functional.horizontal_flip(reference) if draws[row, 22] < 0.5 else reference
         assert torch.allclose(output[row], reference, atol=1e-4)
@@ -102,14 +93,6 @@ def test_color_changes_equal_torchvision_in_the_order_of_each_image() -> None:
             reference = change(reference, low + (high - low) * draws[row, _FACTOR + which])
         assert torch.allclose(output[row], reference, atol=2e-3), order
     assert len(seen) > 15
-
-
-def test_values_are_normalized_in_the_requested_precision() -> None:
-    pictures = _pictures(4)
-    output = _changed(pictures, normalize="imagenet", dtype=torch.bfloat16)
-    assert output.dtype == torch.bfloat16
-    reference = functional.normalize(pictures.float() / 255, *map(list, IMAGENET))
-    assert torch.allclose(output.float(), reference, atol=0.02)
 
 
 def test_mixup_shares_follow_the_beta_distribution() -> None:
@@ -152,16 +135,13 @@ def test_the_mix_and_cutmix_probabilities_are_respected() -> None:
     label = torch.arange(400) % 199
     batch, draws = _numbered(label, (32, 32)), _draws(400)
     options: dict[str, Any] = {"mixup": 1.0, "cutmix": 1.0, "classes": 199}
-    varied = wt.Augmentation(mixup_prob=0.3, mixup_switch_prob=0.25, **options)
-    output = varied(batch, draws)
+    output = wt.Augmentation(mixup_prob=0.3, mixup_switch_prob=0.25, **options)(batch, draws)
     mixed = output["label"][torch.arange(400), label] < 1
     assert 0.2 < float(mixed.float().mean()) < 0.4
     assert torch.equal(output["image"][~mixed], batch["image"][~mixed].float() / 255)
     flat = output["image"][mixed].flatten(1)
     cut = flat.amax(1) - flat.amin(1) > 1e-3
     assert 0.1 < float(cut.float().mean()) < 0.4
-    untouched = wt.Augmentation(mixup=1.0, mixup_prob=0.0, classes=199)(batch, draws)
-    assert torch.equal(untouched["label"], label)
 
 
 def test_random_erasing_equals_torchvision() -> None:
@@ -195,31 +175,31 @@ def test_crops_have_the_requested_area_and_aspect_ratio() -> None:
     for column, name in enumerate(("top", "left", "height", "width")):
         expected = np.array([params[name] for params in reference])
         assert _distance(actual[:, column], expected) < 0.05, name
-    field = wt.image(size=8, augment="rrc", scale=scale, ratio=ratio)
-    boxes = [region(375, 500, (8, 8), field.augment, row) for row in _draws(50)]
-    assert boxes == [tuple(box) for box in actual[:50].tolist()]
-    output = _changed(_pictures(9), augment="rrc", size=20, scale=scale)
-    for row, box in enumerate(random_crops(40, 56, _draws(9), scale)):
-        assert torch.allclose(output[row], _cropped(_pictures(9)[row], box, [20, 20]), atol=1e-4)
 
 
 def test_unsupported_augmentation_is_an_error() -> None:
     varied, two = wt.Augmentation(mixup=0.2, classes=10), _pictures(2)
-    moved = [{"image": two, "label": torch.zeros(2).long()}]
+    moved, floats = (
+        {"image": two, "label": label} for label in (torch.zeros(2).long(), torch.zeros(2))
+    )
+    masked = {**moved, "mask": torch.zeros(2, 40, 56).long()}
+    assert wt.Augmentation(brightness=0.2)(masked, _draws(2))["mask"] is masked["mask"]
+    changes: list[dict[str, Any]] = [{"augment": "flip"}, {"augment": "rrc", "size": 20}]
+    changes += [{"size": 24}, {"cutmix": 1.0, "classes": 2}]
     calls: list[tuple[Callable[[], Any], str]] = [
+        *(
+            (lambda change=change: wt.Augmentation(**change)(masked, _draws(2)), "mask")
+            for change in changes
+        ),
         (lambda: wt.Augmentation("rrc"), "needs a size"),
         (lambda: wt.Augmentation("blur"), "'blur' is not known"),
         (lambda: wt.Augmentation(hue=0.6), "hue=0.6"),
         (lambda: wt.Augmentation(mixup=0.2), "classes="),
         (lambda: wt.Augmentation(normalize="mnist"), "normalize='mnist'"),
-        (lambda: wt.Augmentation(size=0), "size=0"),
         (lambda: wt.Augmentation(dtype=torch.uint8), "torch.uint8"),
-        (lambda: list(wt.to_device(moved, "cpu", varied)), "has no random numbers of its samples"),
+        (lambda: list(wt.to_device([moved], "cpu", varied)), "has no random numbers of its"),
         (lambda: varied({}, _draws(1)), r"batch\['image'\] is missing"),
-        (
-            lambda: varied({"image": two, "label": torch.zeros(2)}, _draws(2)),
-            r"batch\['label'\] is float32\[2\]",
-        ),
+        (lambda: varied(floats, _draws(2)), r"batch\['label'\] is float32\[2\]"),
     ]
     for call, words in calls:
         with pytest.raises(wt.UsageError, match=words):
@@ -234,63 +214,8 @@ def test_an_empty_batch_has_the_types_of_full_batches() -> None:
     assert (output["label"].shape, output["label"].dtype) == ((0, 5), torch.float32)
 
 
-# --- masks, labels and marked samples beside the images -------------------------------------------
-
-
-def _png(pixels: Any) -> bytes:
-    return encoded(Image.fromarray(np.asarray(pixels, np.uint8)), "PNG")
-
-
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 images with a white object in the left third, and masks with class 1 there."""
-    mask = np.zeros((24, 36), np.uint8)
-    mask[:, :12] = 1
-    files = {"png": _png(np.repeat(mask[..., None] * 255, 3, 2)), "mask.png": _png(mask)}
-    samples: list[Sample] = [(f"s{n:02d}", {**files, "cls": b"%d" % (n % 2)}) for n in range(16)]
-    return write_tar(tmp_path_factory.mktemp("objects") / "a.tar", samples)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"brightness": 0.2},
-        {"augment": "flip"},
-        {"augment": "rrc", "size": (24, 36), "scale": (0.2, 0.4)},
-        {"size": 24},
-    ],
-    ids=str,
-)
-def test_masks_follow_their_images_or_are_refused(options: dict[str, Any], objects: Path) -> None:
-    fields = {"image": wt.image(size=(24, 36)), "mask": wt.mask(size=(24, 36))}
-
-    def agreement() -> float:
-        """Share of pixels whose mask is that of the object in the image."""
-        with wt.Loader(objects, fields, batch_size=16) as loader:
-            batch = next(iter(wt.to_device(loader, "cpu", wt.Augmentation(**options))))
-        image, mask = batch["image"][:, 0] > 0.4, batch["mask"] == 1
-        return float((image == mask).float().mean()) if image.shape == mask.shape else 0.0
-
-    outcome = result_or_refusal(agreement)
-    assert "mask" in outcome if isinstance(outcome, str) else outcome > 0.95
-
-
-def test_cutmix_moves_masks_with_pixels_or_is_refused() -> None:
-    """A rectangle of another image brings the classes of its pixels along."""
-    batch = _numbered(torch.arange(8), (16, 16))
-    batch["mask"] = batch["image"][:, 0].long()
-    augmentation = wt.Augmentation(cutmix=1.0, classes=8)
-    outcome = result_or_refusal(lambda: augmentation(batch, _draws(8)))
-    if isinstance(outcome, str):
-        assert "mask" in outcome
-    else:
-        assert torch.equal((outcome["image"][:, 0] * 255).round().long(), outcome["mask"])
-
-
-@pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}, {}])
+@pytest.mark.parametrize("options", [{"normalize": "imagenet"}, {"size": 20}])
 def test_changes_without_randomness_need_no_random_numbers(options: dict[str, Any]) -> None:
-    """A batch of another trainer has images only."""
     images = _pictures(4)
     without = wt.Augmentation(**options)({"image": images})["image"]
     assert torch.equal(without, _changed(images, **options))
@@ -298,12 +223,10 @@ def test_changes_without_randomness_need_no_random_numbers(options: dict[str, An
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) -> None:
-    """A loop, or a trainer that moves batches itself, gets the pixels of `to_device`."""
     augmentation = wt.Augmentation("rrc+flip", size=16, hue=0.2)
     with wt.Loader(photos, FIELDS, batch_size=8, num_workers=num_workers) as loader:
         moved = [batch["image"] for batch in wt.to_device(loader.epoch(0), "cpu", augmentation)]
         own = [augmentation(batch)["image"] for batch in loader.epoch(0, until=1)]
-    assert len(own) == len(moved)
     assert all(torch.equal(a, b) for a, b in zip(own, moved, strict=True))
 
 
@@ -311,37 +234,25 @@ def test_the_random_numbers_come_with_the_batch(num_workers: int, photos: Path) 
 @pytest.mark.parametrize("bad", [5, 7], ids=["within the batch", "last of the batch"])
 def test_a_marked_sample_is_not_mixed(bad: int, mixing: dict[str, float], tmp_path: Path) -> None:
     """All good images are gray and of class 1; a marked row is black and of class 0."""
-    gray = _png(np.full((32, 32, 3), 200))
+    gray = encoded(Image.fromarray(np.full((32, 32, 3), 200, np.uint8)), "PNG")
     samples: list[Sample] = [
         (f"s{n}", {"png": gray if n != bad else gray[:45], "cls": b"1"}) for n in range(8)
     ]
     write_tar(tmp_path / "a.tar", samples)
     fields = {"image": wt.image(size=32), "label": wt.label()}
     options: dict[str, Any] = {"on_error": "mark", "max_errors": 1, "shuffle": False}
-
-    def good_rows() -> tuple[float, float]:
-        """Return the least share of class 1, and the darkest pixel, of all good rows."""
-        shares, pixels = [], []
-        with wt.Loader(tmp_path, fields, batch_size=8, **options) as loader:
-            batches = loader.epoch(0, until=4)
-            for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):
-                own = torch.from_numpy(np.asarray(batches.delivered.own))
-                shares.append(float(batch["label"][own, 1].min()))
-                pixels.append(float(batch["image"][own].min()))
-        return min(shares), min(pixels)
-
-    outcome = result_or_refusal(good_rows)
-    if isinstance(outcome, str):
-        assert "mark" in outcome
-    else:
-        assert outcome == pytest.approx((1, 200 / 255))
+    with wt.Loader(tmp_path, fields, batch_size=8, **options) as loader:
+        batches = loader.epoch(0, until=4)
+        for batch in wt.to_device(batches, "cpu", wt.Augmentation(classes=2, **mixing)):
+            own = torch.from_numpy(np.asarray(batches.delivered.own))
+            assert float(batch["label"][own, 1].min()) == 1
+            assert float(batch["image"][own].min()) == pytest.approx(200 / 255)
 
 
 @pytest.mark.parametrize("mixing", [{"mixup": 0.2}, {"cutmix": 0.2}], ids=["mixup", "cutmix"])
 def test_a_label_outside_the_classes_of_mixup_is_an_error_with_its_key(
     mixing: dict[str, float], photos: Path
 ) -> None:
-    """On a GPU the wrong index would end the process without a word about the sample."""
     augmentation = wt.Augmentation(classes=9, **mixing)  # sample s009 has the class 9
     with wt.Loader(photos, FIELDS, batch_size=60, shuffle=False) as loader:
         batches = wt.to_device(loader.epoch(0, until=1), "cpu", augmentation)

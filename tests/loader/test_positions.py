@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,6 @@ def position(loader: wt.Loader) -> tuple[int, int]:
 
 def through_json(state: Any) -> Any:
     return json.loads(json.dumps(state))
-
-
-# --- bad samples and the position ---
 
 
 @pytest.fixture
@@ -67,7 +63,6 @@ def test_a_batch_refused_for_bad_samples_does_not_count(bad_set: Make, num_worke
 
 @pytest.mark.parametrize("at", [10, 99])
 def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(bad_set: Make, at: int) -> None:
-    """A resumed pass fails at the same batch as an undisturbed pass."""
 
     def deliver(passed: wt.Loader, steps: int | None = None) -> tuple[int, str]:
         count = 0
@@ -78,7 +73,7 @@ def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(bad_set: Make, at:
             return count, str(error).split(" are bad")[0]
         return count, ""
 
-    for max_errors in (0.0, 0.001, 0.004, 0.005, 1.0):
+    for max_errors in (0.0, 0.001, 0.004, 0.005):
         first, second, whole = (
             bad_set(1000, {103, 255, 961, 964, 985}, max_errors) for _ in range(3)
         )
@@ -110,9 +105,6 @@ def test_bad_samples_of_another_rank_do_not_count(bad_set: Make) -> None:
     assert len(keys_of(second)) == 3
 
 
-# --- states and set_epoch ---
-
-
 def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path: Path) -> None:
     for name, key in (("a", "k"), ("b", "l")):
         write_tar(tmp_path / name / "a.tar", [(f"{key}{i}", {"txt": b"x"}) for i in range(8)])
@@ -122,11 +114,10 @@ def test_a_state_of_other_samples_is_refused_although_they_are_as_many(tmp_path:
         second.load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize(("step", "device"), [(1, False), (3, True), (5, False), (5, True)])
 def test_set_epoch_in_a_loop_applies_to_the_next(shards: Path, step: int, device: bool) -> None:
     plain, loader, resumed = (wt.Loader(shards, batch_size=4) for _ in range(3))
-    epochs = [keys_of(plain.epoch(number)) for number in range(8)]
+    epochs = {number: keys_of(plain.epoch(number)) for number in (0, 7)}
     delivered = list[list[str]]()
     for taken, batch in enumerate(wt.to_device(loader, "cpu") if device else loader, start=1):
         delivered.append(batch["__key__"])
@@ -138,17 +129,6 @@ def test_set_epoch_in_a_loop_applies_to_the_next(shards: Path, step: int, device
     assert keys_of(loader) == epochs[7]
     resumed.load_state_dict(state)
     assert keys_of(resumed) == (epochs[0][step:] if step < 5 else epochs[7])
-
-
-def test_set_epoch_after_a_break_sets_the_next_epoch_and_the_state(shards: Path) -> None:
-    for step in (1, 2, 5):
-        loader = wt.Loader(shards, batch_size=4)
-        for _ in islice(loader, step):
-            pass
-        assert position(loader) == ((0, step) if step < 5 else (1, 0))
-        assert loader.next_position == (1, 0)
-        loader.set_epoch(3)
-        assert position(loader) == loader.next_position == (3, 0)
 
 
 def test_a_loaded_state_is_the_position_until_a_loop_or_another_epoch_begins(shards: Path) -> None:
@@ -171,9 +151,6 @@ def test_a_loaded_state_is_the_position_until_a_loop_or_another_epoch_begins(sha
     assert keys_of(loader) == keys_of(plain.epoch(1, start=2))
 
 
-# --- numbers ---
-
-
 @pytest.mark.parametrize("of", [int, np.int64, np.uint8, torch.tensor])
 def test_integers_of_any_type_are_accepted_and_states_are_json(shards: Path, of: Any) -> None:
     sizes = {"batch_size": 4, "seed": 3, "shuffle_buffer": 9, "lanes": 2, "num_workers": 0}
@@ -193,7 +170,7 @@ def test_integers_of_any_type_are_accepted_and_states_are_json(shards: Path, of:
 NUMBERS = ("seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit")
 
 
-@pytest.mark.parametrize("value", [1.0, True, "1", np.float64(1), [1], float("nan")])
+@pytest.mark.parametrize("value", [1.0, True, "1", [1]])
 def test_values_that_are_not_integers_are_refused(shards: Path, tmp_path: Path, value: Any) -> None:
     loader = wt.Loader(shards, batch_size=4)
     with pytest.raises(wt.UsageError, match=r"^epoch=.*: must be an integer >= 0\."):
@@ -211,7 +188,6 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
     headless = {name: value for name, value in state.items() if name != "epoch"}
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: loader.set_epoch(-1), "epoch=-1: must be an integer >= 0"),
-        (lambda: loader.epoch(0, start=-1), "start=-1: must be an integer >= 0"),
         (lambda: loader.epoch(0, start=5), "an epoch has 5 steps"),
         (lambda: loader.load_state_dict({**state, "step": 99}), "must be below 5"),
         (lambda: loader.load_state_dict({**state, "epoch": "x"}), "this state holds no position"),
@@ -221,54 +197,6 @@ def test_wrong_positions_are_refused(shards: Path) -> None:
     for call, message in calls:
         with pytest.raises(wt.UsageError, match=message):
             call()
-
-
-@pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_every_function_needs_an_integer_as_seed(shards: Path, tmp_path: Path, seed: Any) -> None:
-    samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
-    for call in (
-        lambda: wt.pack(samples, tmp_path / "out", seed=seed),
-        lambda: wt.peek(shards, 2, order="random", seed=seed),
-        lambda: wt.plan_epoch(shards, batch_size=4, seed=seed),
-        lambda: wt.mix({"a": shards}, batch_size=4, seed=seed),
-        lambda: wt.stream(shards, seed=seed),
-        lambda: wt.to_example({"label": wt.label()}, seed=seed),
-    ):
-        with pytest.raises(wt.UsageError, match="seed=.*: must be an integer"):
-            call()
-    assert not (tmp_path / "out").exists()
-
-
-def test_weights_of_a_mixture_are_finite_numbers_of_any_type(shards: Path) -> None:
-    def mixed(weights: Any) -> wt.Loader:
-        return wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
-
-    plain = mixed({"a": 3, "b": 1})
-    order = keys_of(plain)
-    for kind in (np.float32, np.int64, np.uint8, Fraction):
-        other = mixed({"a": kind(3), "b": kind(1)})
-        assert keys_of(other) == order
-        assert through_json(other.state_dict()) == plain.state_dict()
-    wrong = "weights=.*: must have a finite number above 0 for each of the sources a, b"
-    for value in (float("nan"), float("inf"), "1", None, -1):
-        with pytest.raises(wt.UsageError, match=wrong):
-            mixed({"a": value, "b": 1})
-    with pytest.raises(wt.UsageError, match=wrong):
-        mixed([1, 2])
-
-
-# --- copies ---
-
-
-def test_a_copy_has_the_rank_and_the_options_of_its_loader(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"tail": "pad", "on_error": "replace", "max_errors": 0.5}
-    loader = wt.Loader(shards, batch_size=4, rank=1, world_size=2, **options)
-    sent = pickle.dumps(loader)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert keys_of(pickle.loads(sent)) == keys_of(loader)
 
 
 def test_copying_a_pass_raises_and_suggests_copying_the_loader(shards: Path) -> None:

@@ -13,7 +13,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ import torch
 import wdstrain as wt
 from tests.conftest import write_picture_shards, write_shards, write_tar
 from tests.support.children import Program
-from tests.support.outcomes import result_or_refusal
 
 COUNT = 21
 FIELDS = {"label": wt.label()}
 
 
 def loss_of(number: int, epoch: int) -> float:
-    """Return the loss of a sample in an epoch; exact as float32."""
     return (number * 5 % 8) / 4 + 0.5**epoch
 
 
@@ -43,7 +40,7 @@ def number_of(key: str) -> int:
 
 @dataclass
 class Model:
-    """What should be known of each sample, by key: values of its newest epoch, and all of them."""
+    """What is known of each sample, by key: values of its newest epoch, and all of them."""
 
     epochs: dict[str, int] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -57,17 +54,12 @@ class Model:
         self.times[key] += 1
 
     def mean(self, key: str) -> float:
-        return sum(self.values[key]) / len(self.values[key])
+        return float(np.float32(sum(self.values[key]) / len(self.values[key])))
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {
-                "key": key,
-                "epoch": self.epochs[key],
-                "times": self.times[key],
-                "loss": self.mean(key),
-            }
-            for key in sorted(self.values)
+            {"key": k, "epoch": self.epochs[k], "times": self.times[k], "loss": self.mean(k)}
+            for k in sorted(self.values)
         ]
 
     def weights(self, keys: list[str], epoch: int) -> dict[str, float]:
@@ -85,67 +77,45 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
     return [{n: "nan" if v != v else v for n, v in row.items()} for row in rows]
 
 
-def equal_rows(table: pa.Table, model: Model) -> bool:
-    return rows_of(table) == [
-        {n: "nan" if v != v else v for n, v in row.items()} for row in model.rows()
-    ]
-
-
 def train(
-    loader: wt.Loader, epoch: int, model: Model | None = None, stop: int | None = None
+    loader: wt.Loader, epoch: int, model: Model | None = None, growth: float = 0
 ) -> Iterator[list[str]]:
-    """Record the losses of an epoch, and yield the keys of each batch."""
+    """Record the losses of an epoch but those of the first batch of epoch 1. Yield the keys.
+
+    growth: of the losses from batch to batch.
+    """
     for step, batch in enumerate(loader):
-        if step == stop:
-            return
-        losses = [loss_of(number_of(key), epoch) for key in batch["__key__"]]
-        loader.record(batch, loss=losses)
-        valid = batch["__valid__"].tolist() if "__valid__" in batch else [True] * len(losses)
-        for key, value, is_valid in zip(batch["__key__"], losses, valid, strict=True):
-            if model is not None and is_valid:
-                model.record(key, epoch, value)
+        losses = [loss_of(number_of(key), epoch) + growth * step for key in batch["__key__"]]
+        if (epoch, step) != (1, 0):
+            loader.record(batch, loss=losses)
+            valid = batch["__valid__"].tolist() if "__valid__" in batch else [True] * len(losses)
+            for key, value, is_valid in zip(batch["__key__"], losses, valid, strict=True):
+                if model is not None and is_valid:
+                    model.record(key, epoch, value)
         yield batch["__key__"]
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tail", ["drop", "pad", "keep"])
 def test_recorded_values_are_those_of_the_model(shards: Path, workers: int, tail: Any) -> None:
-    """Samples of weight 3 occur three times in an epoch, some of weight 0 never."""
+    """Samples of weight 3 occur three times in an epoch: the mean counts. Weight 0: never."""
     model, weights = Model(), [3.0, 0.0, 1.0] * 7
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "tail": tail}
     with wt.Loader(shards, FIELDS, weights=weights, **options) as loader:
         assert loader.recorded().num_rows == 0
         for epoch in range(3):
-            list(train(loader, epoch, model))
+            list(train(loader, epoch, model, growth=0.25))
             table = loader.recorded()
             assert table.column_names == ["key", "epoch", "times", "loss"]
-            assert equal_rows(table, model)
+            assert rows_of(table) == model.rows()
     assert max(model.times.values()) > 6
     assert min(map(number_of, model.times)) == 0
     assert not any(number_of(key) % 3 == 1 for key in model.times)
 
 
-def test_a_sample_that_occurs_again_gets_the_mean_of_its_values_in_the_epoch(shards: Path) -> None:
-    options: dict[str, Any] = {"batch_size": 7, "weights": [2.0] * COUNT}
-    values: dict[str, list[float]] = {}
-    with wt.Loader(shards, FIELDS, **options) as loader:
-        for step, batch in enumerate(loader):
-            numbers = [step + row / 4 for row in range(7)]
-            loader.record(batch, score=np.array(numbers))
-            for key, number in zip(batch["__key__"], numbers, strict=True):
-                values.setdefault(key, []).append(number)
-        rows = loader.recorded().to_pylist()
-    assert {row["key"]: row["score"] for row in rows} == {k: sum(v) / 2 for k, v in values.items()}
-    assert {row["times"] for row in rows} == {2}
-
-
 @pytest.mark.parametrize(
     "form",
     [
-        lambda values: values,
         lambda values: tuple(values),
         lambda values: np.array(values, np.float16),
         lambda values: torch.tensor(values, dtype=torch.bfloat16),
@@ -153,7 +123,7 @@ def test_a_sample_that_occurs_again_gets_the_mean_of_its_values_in_the_epoch(sha
         lambda values: torch.tensor(values) > 1,
         lambda values: [torch.tensor(value) for value in values],
     ],
-    ids=["list", "tuple", "float16", "bfloat16", "with a gradient", "flags", "tensors"],
+    ids=["tuple", "float16", "bfloat16", "with a gradient", "flags", "tensors"],
 )
 def test_values_have_any_form_of_one_number_per_row(
     shards: Path, form: Callable[[list[float]], Any]
@@ -161,13 +131,11 @@ def test_values_have_any_form_of_one_number_per_row(
     values = [0.5, 1.5, -2.0, 0.0]
     expected = torch.as_tensor(form(values)).tolist()
     with wt.Loader(shards, FIELDS, batch_size=4, shuffle=False) as loader:
-        for batch in loader:
-            loader.record(batch, a=form(values))
-            break
+        loader.record(next(iter(loader)), a=form(values))
         assert loader.recorded().column("a").to_pylist() == expected
 
 
-def test_columns_have_a_value_where_they_were_recorded_and_nan_and_infinity_stay(
+def test_columns_have_the_values_of_the_newest_epoch_and_nan_and_infinity_stay(
     shards: Path,
 ) -> None:
     with wt.Loader(shards, FIELDS, batch_size=3, shuffle=False) as loader:
@@ -176,13 +144,15 @@ def test_columns_have_a_value_where_they_were_recorded_and_nan_and_infinity_stay
         loader.record(next(batches), a=[math.nan, math.inf, -math.inf], b=[1e300, 5, 6])
         loader.record(next(batches), b=[7, 8, 9])
         table = loader.recorded()
+        loader.record(next(iter(loader)), b=[10] * 3)
+        newest = loader.recorded().select(["epoch", "a", "b"])
+    assert rows_of(newest)[:3] == [{"epoch": 1, "a": None, "b": 10}] * 3
     assert table.column("key").to_pylist() == [f"s{n:06d}" for n in range(9)]
     assert rows_of(table.select(["a", "b"])) == [
         *({"a": value, "b": None} for value in (1, 2, 3)),
         *({"a": "nan", "b": math.inf}, {"a": math.inf, "b": 5}, {"a": -math.inf, "b": 6}),
         *({"a": None, "b": value} for value in (7, 8, 9)),
     ]
-    assert set(table.column("times").to_pylist()) == {1}
     assert {str(table.schema.field(n).type) for n in "ab"} == {"float"}
 
 
@@ -226,12 +196,11 @@ def test_a_selection_and_a_mixture_are_recorded_by_their_own_samples(tmp_path: P
 
 def test_a_loaded_state_begins_the_table_anew_and_a_copy_has_its_own(shards: Path) -> None:
     with wt.Loader(shards, FIELDS, batch_size=4) as loader:
-        list(train(loader, 0, stop=2))
+        losses = train(loader, 0)
+        assert len([next(losses) for _ in range(2)]) == 2
         for other in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
             assert other.recorded() == loader.recorded()
-            for batch in other:
-                other.record(batch, score=[1] * 4)
-                break
+            other.record(next(iter(other)), score=[1] * 4)
             other.close()
             assert "score" in other.recorded().column_names
         assert loader.recorded().column_names == ["key", "epoch", "times", "loss"]
@@ -239,56 +208,32 @@ def test_a_loaded_state_begins_the_table_anew_and_a_copy_has_its_own(shards: Pat
         assert loader.recorded().num_rows == 0
 
 
-def numbered(values: Any, **names: Any) -> Callable[[wt.Loader, Any], None]:
-    """Return a call of `record` with these values as `loss`. names: others, in its place."""
-    return lambda loader, batch: loader.record(batch, **(names or {"loss": values}))
-
-
-ERRORS: list[tuple[Callable[[wt.Loader, Any], object], str]] = [
-    (lambda loader, batch: loader.record(batch), "without values"),
-    (numbered([1, 2, 3]), r"loss is a list of shape \[3\]: .* one number for each of the 4 rows"),
-    (numbered(torch.tensor(1.0)), r"loss is a Tensor of shape \[\]: .* reduction='none'"),
-    (numbered(torch.ones(4, 1)), r"shape \[4, 1\]"),
-    (numbered([[1], [2, 3], 4, 5]), "loss is .* one number for each of the 4 rows"),
-    (numbered(["a"] * 4), "loss is .* one number for each of the 4 rows"),
-    (numbered([None] * 4), "loss is .* one number for each of the 4 rows"),
-    (numbered(torch.ones(4, dtype=torch.complex64)), "loss is .* one number for each"),
-    (numbered(3.0), r"float of shape \[\]"),
-    *(
-        (numbered(0, **{name: [1] * 4}), f"'{name}'.*another name")
-        for name in ("key", "epoch", "times", "cls", "a;b", " ", "json.a")
-    ),
-    (
-        lambda loader, batch: [loader.record(batch, a=[1] * 4) for _ in range(2)],  # type: ignore[func-returns-value]
-        "this batch was recorded already",
-    ),
-    (lambda loader, batch: loader.record([1], a=[1] * 4), "delivered last"),
-    (lambda loader, batch: loader.record({}, a=[1] * 4), "delivered last"),
-    (
-        lambda loader, batch: loader.record({"__key__": batch["__key__"][::-1]}, a=[1] * 4),
-        "delivered last",
-    ),
+EACH = "loss is .* one number for each of the 4 rows"
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({}, "without values"),
+    ({"loss": [1, 2, 3]}, r"loss is a list of shape \[3\]: .* one number for each of the 4 rows"),
+    ({"loss": torch.tensor(1.0)}, r"loss is a Tensor of shape \[\]: .* reduction='none'"),
+    *(({"loss": wrong}, EACH) for wrong in ([[1], [2, 3], 4, 5], ["a"] * 4)),
+    ({"loss": torch.ones(4, dtype=torch.complex64)}, EACH),
+    *(({name: [1] * 4}, f"'{name}'.*another name") for name in ("epoch", "cls", "a;b")),
 ]
 
 
 def test_wrong_values_are_refused_with_one_clear_error(shards: Path) -> None:
     with wt.Loader(shards, FIELDS, batch_size=4) as loader:
-        before = next(iter(loader))
-        for call, message in ERRORS:
+        for values, message in ERRORS:
             batch = next(iter(loader))
             with pytest.raises(wt.UsageError, match=message):
-                call(loader, batch)
-        with pytest.raises(wt.UsageError, match="delivered last"):
-            loader.record(before, loss=[1] * 4)
-        assert loader.recorded().column_names == ["key", "epoch", "times", "a"]
-        batch = next(loader.epoch(1))
-        with pytest.raises(wt.UsageError, match=r"epoch 1 .* values of epoch \d+"):
+                loader.record(batch, **values)
+        for other in ([1], {"__key__": batch["__key__"][::-1]}):
+            with pytest.raises(wt.UsageError, match="delivered last"):
+                loader.record(other, a=[1] * 4)
+        loader.record(batch, a=[1] * 4)
+        with pytest.raises(wt.UsageError, match="this batch was recorded already"):
             loader.record(batch, a=[1] * 4)
-    with pytest.raises(wt.UsageError, match="delivered last"):
-        wt.Loader(shards, FIELDS, batch_size=4).record(before, loss=[1] * 4)
-
-
-# --- join -----------------------------------------------------------------------------------------
+        assert loader.recorded().column_names == ["key", "epoch", "times", "a"]
+        with pytest.raises(wt.UsageError, match=r"epoch 1 .* values of epoch \d+"):
+            loader.record(next(loader.epoch(1)), a=[1] * 4)
 
 
 def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> None:
@@ -302,55 +247,14 @@ def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> N
     chosen = [key for key in table.column("key").to_pylist() if loss_of(number_of(key), 0) >= 2]
     assert chosen
     assert sorted(hard.keys(np.arange(len(hard)))) == sorted(chosen)
-    counts = wt.join(packed, table, on="key")
-    assert (counts.matched, counts.columns) == (20, dict.fromkeys(("epoch", "times", "loss"), 1))
+    assert wt.join(packed, table, on="key").matched == 20
     options: dict[str, Any] = {"where": "times > 0", "batch_size": 4}
     with wt.Loader(packed, FIELDS, weights="recorded:loss", **options) as loader:
         assert [len(list(train(loader, epoch))) for epoch in range(2)] == [5, 5]
-        assert wt.join(packed, loader.recorded()).replaced == ["epoch", "times", "loss"]
-    with (
-        wt.Loader(packed, FIELDS, weights="loss", **options) as loader,
-        pytest.raises(wt.UsageError, match=r"is a column of the index.*weights='recorded:loss'"),
-    ):
-        list(train(loader, 0))
-
-
-def test_a_value_of_an_older_epoch_is_not_shown_beside_a_newer_one(tmp_path: Path) -> None:
-    packed = tmp_path / "set"
-    wt.pack(({"__key__": f"s{n}", "cls": n} for n in range(4)), packed)
-    with wt.Loader(packed, batch_size=4) as loader:
-        for batch in loader:
-            loader.record(batch, a=[1] * 4, b=[2] * 4)
-        for batch in loader:
-            loader.record(batch, a=[3] * 4)
-        table = loader.recorded()
-    assert rows_of(table.select(["epoch", "times", "a", "b"])) == [
-        {"epoch": 1, "times": 2, "a": 3, "b": None}
-    ] * len(table)
-
-
-def test_a_table_without_rows_is_refused_by_a_join(tmp_path: Path) -> None:
-    packed = tmp_path / "set"
-    wt.pack(({"__key__": f"s{n}", "cls": n} for n in range(4)), packed)
-    with wt.Loader(packed, batch_size=4) as loader:
-        nothing = loader.recorded()
-    with pytest.raises(wt.UsageError, match="none of 0 keys of the table"):
-        wt.join(packed, nothing)
-
-
-def test_keys_that_occur_in_two_shards_are_named_when_the_table_is_joined(tmp_path: Path) -> None:
-    for name in "ab":
-        write_tar(tmp_path / f"{name}.tar", [(key, {"cls": b"1"}) for key in ("same", name)])
-    with wt.Loader(tmp_path, FIELDS, batch_size=4) as loader:
-        for batch in loader:
-            loader.record(batch, loss=[1, 2, 3, 4])
-        table = loader.recorded()
-        assert Counter(table.column("key").to_pylist()) == {"same": 2, "a": 1, "b": 1}
-        with pytest.raises(wt.UsageError, match="several samples have the same value.*'same'"):
-            loader.index.join(table, on="key")
-
-
-# --- weights --------------------------------------------------------------------------------------
+    with wt.Loader(packed, FIELDS, weights="loss", **options) as loader:
+        refused = r"is a column of the index.*weights='recorded:loss'"
+        with pytest.raises(wt.UsageError, match=refused):
+            list(train(loader, 0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -371,7 +275,7 @@ def test_epochs_are_drawn_in_proportion_to_the_smoothed_losses(shards: Path, wor
             planned = loader.plan(epoch).delivery(0, 0, len(loader)).ids
             assert loader.index.keys(planned) == list(chain.from_iterable(batches))
             orders.append(batches)
-        assert equal_rows(loader.recorded(), model)
+        assert rows_of(loader.recorded()) == model.rows()
         assert loader.report()["samples"] == COUNT
     assert max(weights.values()) > 1.5  # samples occur twice
     assert len({str(sorted(chain.from_iterable(order))) for order in orders[1:]}) > 1
@@ -379,39 +283,24 @@ def test_epochs_are_drawn_in_proportion_to_the_smoothed_losses(shards: Path, wor
         assert orders == [list(train(other, epoch)) for epoch in range(6)]
 
 
-def test_totals_follow_the_weights_over_many_epochs(tmp_path: Path) -> None:
-    """A fifth of the samples has ten times the loss; the least weight is 0.1 of the mean."""
-    shards, counts = write_shards(tmp_path, [60, 40]), Counter[bool]()
-    with wt.Loader(shards, FIELDS, weights="loss", batch_size=10) as loader:
-        for epoch in range(11):
-            for batch in loader:
-                loader.record(batch, loss=[10.0 if n % 5 == 0 else 0.0 for n in batch["label"]])
-                if epoch:
-                    counts.update(bool(n % 5 == 0) for n in batch["label"])
-    assert counts.total() == 1000
-    assert 910 <= counts[True] <= 930  # 20 samples of weight 4.6
-
-
 def test_a_sample_without_a_finite_value_keeps_the_mean_weight(shards: Path) -> None:
-    """Zeros only give equal weights, and so does an epoch in which nothing was finite."""
     for value in (math.nan, math.inf, 0.0):
         with wt.Loader(shards, FIELDS, weights="loss", batch_size=7) as loader:
-            for _ in range(2):
-                for batch in loader:
-                    loader.record(batch, loss=[value] * 7)
+            for batch in chain(loader, loader):
+                loader.record(batch, loss=[value] * 7)
             assert set(loader.recorded().column("times").to_pylist()) == {2}
     with wt.Loader(shards, FIELDS, weights="loss", batch_size=7) as loader:
         for batch in loader:
-            loader.record(
-                batch, loss=[math.nan if n < 7 else 10.0 * (n == 7) for n in batch["label"]]
-            )
+            losses = [math.nan if n < 7 else 10.0 * (n == 7) for n in batch["label"]]
+            loader.record(batch, loss=losses)
         numbers = Counter(n for batch in train(loader, 1) for n in map(number_of, batch))
     assert all(numbers[n] == 1 for n in range(7))  # of weight 1
     assert numbers[7] == 7 - sum(numbers[n] for n in range(8, 21)) + 7
 
 
-@pytest.mark.parametrize("stop", [(0, 3), (1, 0), (2, 4), (3, 1)])
-@pytest.mark.parametrize("workers", [(0, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("stop", "workers"), [((0, 3), (0, 2)), ((1, 0), (2, 0)), ((2, 4), (0, 0)), ((3, 1), (0, 2))]
+)
 def test_a_resumed_run_has_the_order_and_the_values_of_an_undisturbed_one(
     shards: Path, stop: tuple[int, int], workers: tuple[int, int]
 ) -> None:
@@ -427,7 +316,7 @@ def test_a_resumed_run_has_the_order_and_the_values_of_an_undisturbed_one(
         copied = pickle.loads(pickle.dumps(loader))
     assert got == [*whole[: stop[0]], whole[stop[0]][: stop[1]]]
     with wt.Loader(shards, FIELDS, num_workers=workers[1], **options) as resumed:
-        list(train(resumed, 0, stop=2))  # which the state replaces
+        next(train(resumed, 0))  # which the state replaces
         resumed.load_state_dict(state)
         for again in (resumed, copied):
             rest = [list(train(again, epoch)) for epoch in range(stop[0], 5)]
@@ -436,34 +325,23 @@ def test_a_resumed_run_has_the_order_and_the_values_of_an_undisturbed_one(
     copied.close()
 
 
-def test_the_plan_of_an_epoch_that_was_begun_stays_and_others_are_refused(shards: Path) -> None:
+def test_the_plans_of_epoch_0_and_of_the_newest_epoch_are_known_and_no_others(shards: Path) -> None:
     with wt.Loader(shards, FIELDS, weights="loss", batch_size=4) as loader:
         with pytest.raises(wt.UsageError, match="epoch 1 .* when it begins"):
             loader.plan(1)
         first = loader.plan(0).delivery(0, 0, 5).ids.tolist()
-        list(train(loader, 0))
-        for epoch in (1, 2, 3):
-            begun = train(loader, epoch)
-            keys = next(begun)
-            plan = loader.plan(epoch).delivery(0, 0, 5).ids
-            assert loader.index.keys(plan[:4]) == keys
-            keys += [key for batch in begun for key in batch]
-            assert loader.index.keys(plan) == keys
-            assert loader.plan(epoch).delivery(0, 0, 5).ids.tolist() == plan.tolist()
-        again = [key for batch in loader.epoch(3) for key in batch["__key__"][:0] or [batch]]
-        assert len(again) == 5  # the newest epoch can be read again
+        for epoch in range(4):
+            list(train(loader, epoch))
+        assert len(list(loader.epoch(3))) == 5  # it can be read again
         assert loader.plan(0).delivery(0, 0, 5).ids.tolist() == first
-        for number in (1, 9):
-            with pytest.raises(wt.UsageError, match=f"epoch {number} .* newest epoch, 3"):
-                next(loader.epoch(number)) if number == 1 else loader.plan(9)
+        for call in (loader.plan, lambda number: next(loader.epoch(number))):
+            with pytest.raises(wt.UsageError, match="epoch 1 .* newest epoch, 3"):
+                call(1)
 
 
 def test_an_epoch_with_larger_samples_than_the_first_is_delivered(tmp_path: Path) -> None:
-    """Memory is reserved for them: a few large samples make up most of the later epochs."""
     samples = [(f"k{n:03d}", {"txt": b"x" * (200_000 if n < 3 else 10)}) for n in range(300)]
     write_tar(tmp_path / "a.tar", samples)
-    with wt.Loader(tmp_path, {"txt": wt.text()}, weights="size", batch_size=30) as column:
-        assert len(column) > 10  # a column of every index
     with wt.Loader(tmp_path, {"txt": wt.text()}, weights="length", batch_size=30) as loader:
         for epoch in range(3):
             long = 0
@@ -475,15 +353,9 @@ def test_an_epoch_with_larger_samples_than_the_first_is_delivered(tmp_path: Path
 
 
 WEIGHT_ERRORS: list[tuple[dict[str, Any], Any, str]] = [
-    (
-        {"weights": "lose"},
-        [1.0] * 4,
-        "weights='lose': nothing was recorded.*columns are label, often",
-    ),
+    ({"weights": "lose"}, [1.0] * 4, "weights='lose': nothing was.*columns are label, often"),
     ({"weights": "loss"}, [1.0, -0.5, 1.0, 1.0], "-0.5 .* 'k001'.*must be >= 0"),
     ({"weights": "loss", "world_size": 2, "rank": 0}, [1.0] * 4, "torch.distributed"),
-    ({"weights": "often"}, [1.0] * 4, ""),
-    ({"weights": "json"}, [1.0] * 4, "there is no column 'json'"),
     ({"weights": "a;b"}, [1.0] * 4, "there is no column 'a;b'"),
     ({"weights": ""}, [1.0] * 4, "not the name of a column"),
     ({"weights": "loss", "balance": "cls"}, [1.0] * 4, "both given"),
@@ -503,10 +375,7 @@ def test_weights_that_cannot_be_drawn_end_in_one_clear_error(
             for batch in chain(loader, loader):
                 loader.record(batch, loss=losses)
 
-    if message:
-        with pytest.raises(wt.UsageError, match=message):
-            two_epochs()
-    else:
+    with pytest.raises(wt.UsageError, match=message):
         two_epochs()
 
 
@@ -514,22 +383,18 @@ def test_a_state_of_other_weights_or_without_values_is_refused(shards: Path) -> 
     recorded = wt.Loader(shards, FIELDS, weights="loss", batch_size=4)
     list(train(recorded, 0))
     state = json.loads(json.dumps(recorded.state_dict()))
-    with pytest.raises(wt.UsageError, match="weights"):
-        wt.Loader(shards, FIELDS, batch_size=4).load_state_dict(state)
-    with pytest.raises(wt.UsageError, match="weights was"):
-        wt.Loader(shards, FIELDS, weights="score", batch_size=4).load_state_dict(state)
-    broken: Any
+    for weights in (None, "score"):
+        with pytest.raises(wt.UsageError, match="weights w"):
+            wt.Loader(shards, FIELDS, weights=weights, batch_size=4).load_state_dict(state)
     cut = {**state["recorded"], "columns": {"loss": "eJwDAAAAAAE="}}
-    for broken in ({}, {"epoch": 0}, [], cut):
-        wrong: Any = {**state, "recorded": broken}
-        refused = result_or_refusal(partial(recorded.load_state_dict, wrong))
-        assert "holds no recorded values" in str(refused)
+    wrong: list[Any] = [{"epoch": 0}, [], cut]
+    for broken in wrong:
+        with pytest.raises(wt.UsageError, match="holds no recorded values"):
+            recorded.load_state_dict({**state, "recorded": broken})
     recorded.load_state_dict(state)
     assert len(list(train(recorded, 1))) == 5
     recorded.close()
 
-
-# --- ranks ----------------------------------------------------------------------------------------
 
 RANK = """
 import json, sys
@@ -556,21 +421,6 @@ dist.destroy_process_group()
 """
 
 
-SKIPPING = (
-    RANK.split("options =")[0]
-    + """
-with wt.Loader(folder, FIELDS, batch_size=2, weights="loss") as loader:
-    for epoch in range(2):
-        for number, batch in enumerate(loader):
-            if number or not epoch:
-                loader.record(batch, loss=[1.0] * 2)
-    loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    print(json.dumps([len(list(loader.epoch(2, until=3)))]))
-dist.destroy_process_group()
-"""
-)
-
-
 def run_ranks(world: int, folder: Path, out: Path, *position: Any) -> tuple[list[Any], Any]:
     """Return the keys of each global batch by epoch, in order, and the recorded rows of all ranks."""
     meeting = out.with_name(f"meeting-{world}-{position}".replace(" ", ""))
@@ -585,14 +435,6 @@ def run_ranks(world: int, folder: Path, out: Path, *position: Any) -> tuple[list
         for ranks in zip(*(epochs for epochs, _ in printed), strict=True)
     ]
     return epochs, printed[0][1]
-
-
-def test_a_loop_on_ranks_may_leave_out_a_batch_as_on_one(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "shards", [7, 13, 1])
-    words = [2, tmp_path / "meeting", shards, "", "[null, null, null]"]
-    programs = [Program(SKIPPING, rank, *words) for rank in range(2)]
-    ended = [program.end() for program in programs]
-    assert [(rank.status, rank.out.strip()) for rank in ended] == [(0, "[5]")] * 2, ended
 
 
 def test_ranks_draw_the_same_epochs_as_one_and_resume_on_another_number(tmp_path: Path) -> None:

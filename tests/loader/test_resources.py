@@ -17,10 +17,9 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
-from tests.support.readers import collected_batches, wait_until_paused
+from tests.support.readers import collected_batches
 from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.shards.tar_headers import END, header, padding
-from wdstrain.storage.files import LocalFile
 
 
 def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
@@ -36,7 +35,6 @@ def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
 
 
 def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
-    """Half of them wait for delivery; memory is freed read by read."""
     folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
     loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
     mean = sum(shard.bytes for shard in loader.index.shards) / 8000
@@ -49,34 +47,6 @@ def test_buffered_bytes_are_about_the_window(tmp_path: Path) -> None:
     read = 16 << 20  # a read starts while any room is left
     assert waiting < 0.55 * 4000 * mean + ahead + read
     assert held < 1.1 * 4000 * mean + ahead + 2 * read
-
-
-def test_a_first_batch_of_an_indexed_set_imports_no_pandas(tmp_path: Path) -> None:
-    """Pandas takes 0.3 s, half of the time to the first batch of a million samples."""
-    wt.pack(({"__key__": str(i), "cls": i % 3} for i in range(9)), tmp_path / "set")
-    code = """if True:
-        import sys
-        import wdstrain as wt
-        for fields in (None, {"label": wt.label()}):
-            with wt.Loader(sys.argv[1], fields, batch_size=2) as loader:
-                next(iter(loader))
-        print("pandas" in sys.modules)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "set")], capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
-def test_readahead_is_bounded_in_bytes_for_large_samples(tmp_path: Path) -> None:
-    output: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
-    write_tar(tmp_path / "a.tar", output)
-    loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
-    reader, run, _ = next(batches := collected_batches(loader.index, loader.plan, ahead=64 << 20))
-    wait_until_paused(run)
-    # 64 MB ahead, one read of 16 MB that starts while any room is left, and the batch
-    assert 40_000_000 < reader.stats.bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
-    batches.close()
 
 
 MEMORY = """
@@ -118,12 +88,8 @@ def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
     tmp_path: Path, workers: int
 ) -> None:
     folder = blobs(tmp_path, shards=4, samples=600, size=6000)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(folder), str(workers)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, "-c", MEMORY, str(folder), str(workers)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     sizes = json.loads(done.stdout)
     assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
 
@@ -137,9 +103,7 @@ def mapped() -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    ("way", "workers"), [("plain", 0), ("break", 2), ("server", 2), ("failing server", 0)]
-)
+@pytest.mark.parametrize(("way", "workers"), [("plain", 0), ("break", 2), ("server", 0)])
 def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, way: str) -> None:
     folder = blobs(tmp_path, shards=2, samples=100, size=1000)
     gc.collect()
@@ -147,14 +111,13 @@ def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, 
     try:
         before = mapped()
         with serving(folder) as served:
-            urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
+            urls = f"{served.url}/b-{{000..001}}.tar" if way == "server" else folder
             loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
-            served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "failing server")
+            served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "server")
             named = set(os.listdir("/dev/shm"))
             for step, _ in enumerate(loader):
                 assert mapped() > before
-                new = set(os.listdir("/dev/shm")) - named  # memory has no names
-                assert not [name for name in new if "wdstrain" in name or "torch" in name]
+                assert not re.search("wdstrain|torch", str(set(os.listdir("/dev/shm")) - named))
                 if way == "break" and step == 3:
                     break
             del _
@@ -163,86 +126,6 @@ def test_close_frees_memory_without_the_collector(tmp_path: Path, workers: int, 
         assert not served.faults
     finally:
         gc.enable()
-
-
-def unshared(pid: int) -> int:
-    """Bytes of a process that are not shared with another process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/smaps_rollup").exists(), reason="this /proc does not report shared memory"
-)
-def test_a_worker_shares_the_memory_of_its_parent_after_garbage_collection(tmp_path: Path) -> None:
-    folder = blobs(tmp_path, shards=1, samples=20, size=100)
-
-    def collecting(sample: dict[str, Any]) -> dict[str, int]:
-        before = unshared(os.getpid())
-        gc.collect()
-        return {"more": unshared(os.getpid()) - before}
-
-    loader = wt.Loader(
-        folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork"
-    )
-    grown = int(sum(batch["more"].sum() for batch in loader))
-    loader.close()
-    assert grown < 4_000_000  # without gc.freeze 30 MB and more: the modules of torch
-
-
-def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = wt.index(blobs(tmp_path, shards=4, samples=1000, size=4000))
-    reads: list[int] = []
-    original = LocalFile.read_into
-
-    def counted(self: LocalFile, target: memoryview, offset: int) -> None:
-        reads.append(len(target))
-        original(self, target, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setenv("WDSTRAIN_READ_AHEAD", "1")
-    total = []
-    for step in (0, 1, 30, 60, 110, 124):
-        loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)
-        reads.clear()
-        next(loader.epoch(0, start=step))
-        loader.close()
-        total.append(sum(reads))
-    window = 200 * int((index.offsets.stop - index.offsets.start).max())
-    assert max(total) <= window + (9 << 20)  # and two reads; the set has 20 MB
-
-
-BIG_BATCHES = """
-import sys, wdstrain as wt
-class Big:
-    names = ("bin",)
-    example = wt.Example((3, 512, 512), "uint8")
-    def read(self, name, data, out, draws):
-        out[:] = 7
-loader = wt.Loader(sys.argv[1], {"big": Big()}, batch_size=32, num_workers=2)  # 25 MB a batch
-kept = [batch for _ in range(3) for batch in loader]
-print(sum(int(batch["big"].float().mean()) for batch in kept))
-loader.close()
-"""
-
-
-@pytest.mark.slow
-def test_64_mb_of_dev_shm_are_enough(tmp_path: Path) -> None:
-    """In a mount namespace whose /dev/shm has this size, as in a container."""
-    write_tar(tmp_path / "a.tar", [(f"s{i:03d}", {"bin": b"x" * 1000}) for i in range(64)])
-    inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    mounting = ["unshare", "--mount", "sh", "-c", inner, "sh"]
-    probe = subprocess.run([*mounting, "true"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
-    command = [*mounting, sys.executable, "-c", BIG_BATCHES, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
-
-
-# --- the default buffer ---------------------------------------------------------------------------
 
 
 def holes(folder: Path, sizes: list[int], shards: int) -> Path:
@@ -257,11 +140,10 @@ def holes(folder: Path, sizes: list[int], shards: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("is_mixture", "ranks"), [(True, 1), (False, 8), (False, 64), (True, 8)])
+@pytest.mark.parametrize(("is_mixture", "ranks"), [(True, 1), (False, 64)])
 def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
     is_mixture: bool, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Samples of 3 MB: a rank of many still mixes dozens of them."""
     sets = {name: holes(tmp_path / name, [3_000_000] * 32, shards=16) for name in "ab"}
     options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": ranks}
     loader = wt.mix(sets, **options) if is_mixture else wt.Loader(sets["a"], **options)
@@ -270,26 +152,15 @@ def test_the_default_buffer_of_each_rank_has_256_mb_or_a_warning_is_logged(
         assert loader.shuffle_buffer * 3 >= 100 or any("buffer" in note for note in notes)
 
 
-_LARGE, _SMALL = 3_000_000, 100  # sizes of samples: one large sample to 99 small ones
-_BALANCED = [50.0] + [50 / 99] * 99  # half of the epoch is the large sample
-
-
-def test_the_mb_that_a_loader_names_are_those_of_its_weighted_epoch(tmp_path: Path) -> None:
-    """The buffer holds the whole epoch here, which has 100 large samples among 200."""
-    folder = holes(tmp_path, [_LARGE // 30] + [_SMALL] * 99, shards=2)
-    with wt.Loader(folder, batch_size=4, weights=_BALANCED * 2) as loader:
-        named = re.search(r"([\d.]+) MB", repr(loader))
-    assert named is not None
-    assert 5 <= float(named[1]) <= 20
-
-
-@pytest.mark.parametrize("weights", [None, _BALANCED])
+@pytest.mark.parametrize("is_weighted", [False, True])
 def test_the_default_buffer_has_256_mb_of_the_samples_of_the_epoch(
-    weights: list[float] | None, tmp_path: Path
+    is_weighted: bool, tmp_path: Path
 ) -> None:
-    """Half of a weighted epoch are large samples: the buffer holds fewer of them."""
-    folder = holes(tmp_path, [_LARGE] + [_SMALL] * 99, shards=20)
-    mean = (_LARGE + 99 * _SMALL) / 100 if weights is None else (_LARGE + _SMALL) / 2
-    given = None if weights is None else weights * 20
-    with wt.Loader(folder, batch_size=4, weights=given) as loader:
-        assert loader.shuffle_buffer * mean < 2 * 256e6
+    """Of 100 samples one is large; with weights it is half of the epoch."""
+    folder = holes(tmp_path, [3_000_000] + [100] * 99, shards=20)
+    weights = ([50.0] + [50 / 99] * 99) * 20 if is_weighted else None
+    with wt.Loader(folder, batch_size=4, weights=weights) as loader:
+        assert loader.shuffle_buffer * (1_500_000 if is_weighted else 30_000) < 2 * 256e6
+        named = re.search(r"([\d.]+) MB", repr(loader))
+        assert named is not None
+        assert 100 < float(named[1]) < 300 if is_weighted else float(named[1]) < 100

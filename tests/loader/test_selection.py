@@ -1,4 +1,4 @@
-"""Loaders over selected samples: exactly once, equal ranks, resume, one order, forward reads."""
+"""Loaders over selected or repeated samples: refusals, unread shards and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import quick_and_slow
 
 COUNT = 240
 
@@ -27,21 +26,9 @@ def columns(n: int) -> dict[str, Any]:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 samples in eight shards. One in 24 is rare; the last shard has no even year."""
     out = tmp_path_factory.mktemp("selection") / "out"
-    data = [n.to_bytes(2, "big") * 50 for n in range(COUNT)]
-    samples = [{"__key__": f"k{n:03d}", "bin": data[n], "json": columns(n)} for n in range(COUNT)]
-    labels = [wt.Label("kind", "class", "json", "kind", ("rare", "usual"))]
-    wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=30)
+    samples = [{"__key__": f"k{n:03d}", "bin": b"x", "json": columns(n)} for n in range(COUNT)]
+    wt.pack(samples, str(out), shuffle=False, max_shard_samples=30)
     return out
-
-
-def epoch(loader: wt.Loader) -> list[int]:
-    """Return the numbers of the samples of an epoch after a check of their bytes."""
-    numbers = []
-    for batch in loader.epoch(0, until=1):
-        for key, data in zip(batch["__key__"], batch["bin"], strict=True):
-            numbers.append(int(key[1:]))
-            assert bytes(data) == numbers[-1].to_bytes(2, "big") * 50
-    return numbers
 
 
 def test_a_shard_without_selected_samples_is_never_opened(packed: Path, tmp_path: Path) -> None:
@@ -51,30 +38,9 @@ def test_a_shard_without_selected_samples_is_never_opened(packed: Path, tmp_path
     os.truncate(index.shards[7].path, 10)
     chosen = index.where("year >= 2020 and shard != ''")
     assert len(chosen.shards) == 7
-    loader = wt.Loader(chosen, batch_size=10, tail="keep")
-    assert sorted(epoch(loader)) == list(range(20, 210))
-    loader.close()
-
-
-@pytest.mark.parametrize("options", [{"where": "often != 1"}, {"weights": "often"}])
-def test_a_changed_byte_of_a_selected_sample_is_detected(
-    packed: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """Reads that pass over samples outside the selection detect it too, up to the last sample."""
-    for number in (0, 2, 119, 239):
-        copy = tmp_path / str(number)
-        shutil.copytree(packed, copy)
-        index = wt.open(copy)
-        offset = next(offset for name, offset, _ in index.members(number) if name == "bin")
-        with open(index.shards[number // 30].path, "r+b") as file:
-            file.seek(offset + 1)
-            file.write(b"\xff")
-        weight = number % 3 if "weights" in options else 1
-        with wt.Loader(copy, batch_size=8, tail="keep", on_error="replace", **options) as loader:
-            delivered = epoch(loader)
-            assert number not in delivered
-            assert loader.report()["bad"] == weight
-            assert weight or len(delivered) == COUNT
+    with wt.Loader(chosen, batch_size=10, tail="keep") as loader:
+        keys = [key for batch in loader for key in batch["__key__"]]
+    assert sorted(keys) == [f"k{n:03d}" for n in range(20, 210)]
 
 
 @pytest.mark.parametrize(
@@ -102,37 +68,21 @@ def test_wrong_selections_are_refused(packed: Path, options: dict[str, Any], mes
         wt.Loader(packed, **({"batch_size": 8} | options))
 
 
-def test_samples_outside_where_need_no_weight(packed: Path) -> None:
-    loader = wt.Loader(packed, where="maybe is not None", weights="maybe", batch_size=8)
-    assert len(loader) == sum(range(1, 240, 2)) // 8
-
-
 @pytest.mark.parametrize(
     "options",
-    quick_and_slow(
-        [
-            {"weights": [100] * 20 + [0] * 80},
-            {"balance": "cls"},
-            {"weights": [20] * 100, "shuffle": False, "tail": "keep"},
-            {"weights": [20] * 100},
-            {"weights": [20] * 100, "shuffle_buffer": 16},
-            {"weights": [20] * 100, "lanes": 2},
-            {"weights": [20] * 100, "num_workers": 1},
-        ],
-        3,
-    ),
-    ids=lambda options: ", ".join(
-        f"{name} {value if name != 'weights' else value[0]}" for name, value in options.items()
-    ),
+    [
+        {"weights": [100] * 20 + [0] * 80, "shuffle_buffer": 16},
+        {"balance": "cls"},
+        {"weights": [20] * 100, "shuffle": False, "lanes": 2},
+    ],
+    ids=["few", "balance", "all"],
 )
 def test_samples_repeated_often_are_all_delivered(options: dict[str, Any], tmp_path: Path) -> None:
     """Two whole epochs of 2,000 samples; with balance, ten large ones are half of the epoch."""
+    sizes, expected = [10] * 100, {"small": 2000}
     if "balance" in options:
         sizes = [200_000 if n % 200 == 0 else 100 for n in range(2000)]
         expected = {"large": 1000, "small": 1000}
-    else:
-        sizes = [10] * 100
-        expected = {"small": 2000}
     rows = (
         {"__key__": f"k{n:04d}", "txt": "x" * s, "cls": int(s > 1000)} for n, s in enumerate(sizes)
     )
@@ -145,3 +95,22 @@ def test_samples_repeated_often_are_all_delivered(options: dict[str, Any], tmp_p
                 counts.update("large" if len(text) > 1000 else "small" for text in batch["txt"])
                 time.sleep(0.004)  # the step of a model, during which the reader runs ahead
             assert counts == expected
+
+
+@pytest.mark.parametrize("way", ["folder", "index", "mixture"])
+def test_one_split_of_several_is_read_by_its_name(tmp_path: Path, way: str) -> None:
+    samples = ({"__key__": f"k{n:02d}", "cls": n} for n in range(40))
+    wt.pack(samples, tmp_path, split={"train": 0.75, "val": 0.25})
+
+    def keys(split: str) -> list[str]:
+        source: Any = {"a": tmp_path} if way == "mixture" else tmp_path
+        source = wt.open(tmp_path) if way == "index" else source
+        make = wt.mix if way == "mixture" else wt.Loader
+        with make(source, split=split, batch_size=1) as loader:
+            return sorted(key for batch in loader for key in batch["__key__"])
+
+    for name in ("train", "val"):
+        index = wt.open(f"{tmp_path}/{name}-*.tar")
+        assert keys(name) == sorted(index.keys(range(len(index))))
+    with pytest.raises(wt.UsageError, match="split='test': the splits of these .* train, val"):
+        keys("test")

@@ -170,6 +170,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "loader/batch_assembly.py": (
         "tests/decode/test_label_columns.py",
         "tests/loader/test_batch_types.py",
+        "tests/loader/test_positions.py",
     ),
     "loader/planning.py": (
         "tests/loader/test_positions.py::test_a_state_of_other_samples_is_refused_although_they_are_as_many",

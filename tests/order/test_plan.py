@@ -1,4 +1,4 @@
-"""The plan keeps its promises over a grid of sizes, on integers only."""
+"""Windows and reads of a plan, over a grid of sizes. tests/oracle draws what loaders deliver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import quick_and_slow
-from tests.support.orders import check_reading
 from wdstrain.errors import PlanError
 from wdstrain.order.plan import Plan
 
@@ -66,56 +65,8 @@ def delivered(plan: Plan) -> list[int]:
     return [i for ids, valid in batches for i, ok in zip(ids, valid, strict=True) if ok]
 
 
-def test_the_grid_is_not_empty() -> None:
-    assert len(GRID) > 1000
-    assert {plan.tail for plan in GRID} == {"drop", "pad", "keep"}
-
-
-@for_each
-def test_every_sample_is_planned_once_and_the_tail_is_below_a_global_batch(
-    plans: list[Plan],
-) -> None:
-    for plan in plans:
-        ids = delivered(plan)
-        assert len(set(ids)) == len(ids) == plan.samples - plan.left_out, plan
-        assert plan.left_out < plan.global_batch
-        assert plan.tail == "drop" or plan.left_out == 0
-
-
-@for_each
-def test_every_rank_has_full_batches_in_every_step_and_rows_are_counted(plans: list[Plan]) -> None:
-    for plan in plans:
-        for rank in range(plan.world_size):
-            rows = 0
-            for step in range(plan.steps):
-                assert plan.rows_before(rank, step) == rows, plan
-                valid = batch(plan, rank, step)[1]
-                if plan.tail == "keep" and step >= plan.steps - 2:
-                    assert 0 < len(valid) <= plan.batch_size, plan
-                    # A row without a sample of this rank occurs only if the rank has none left,
-                    # and then alone.
-                    is_empty = valid == [False] and step == plan.steps - 1
-                    assert all(valid) or is_empty, plan
-                else:
-                    assert len(valid) == plan.batch_size, plan
-                rows += sum(valid) if plan.tail == "keep" else len(valid)
-            assert plan.rows_before(rank, plan.steps) == rows, plan
-
-
-def test_every_sample_can_be_kept_for_any_sizes() -> None:
-    for counts, world, lanes, size in itertools.product(
-        [[1], [2], [21], [5, 0, 3]], [1, 2, 3, 4, 8], [None, 24], [3, 6, 1]
-    ):
-        if lanes is not None and (size * world) % lanes:
-            continue
-        plan = make(counts, world_size=world, lanes=lanes, batch_size=size, tail="keep", window=7)
-        assert sorted(delivered(plan)) == list(range(sum(counts))), plan
-        assert plan.steps == -(-sum(counts) // plan.global_batch)
-
-
 @for_each
 def test_a_sample_leaves_within_one_window_of_its_place(plans: list[Plan]) -> None:
-    """The order can start at any place."""
     for plan in plans:
         for lane in range(plan.lane_count):
             count = plan.lane_samples(lane)
@@ -127,14 +78,6 @@ def test_a_sample_leaves_within_one_window_of_its_place(plans: list[Plan]) -> No
 
 
 @for_each
-def test_lanes_read_what_is_delivered(plans: list[Plan]) -> None:
-    """Padding repeats a sample, which then has several rows."""
-    for plan in plans:
-        for rank in range(plan.world_size):
-            check_reading(plan, rank)
-
-
-@for_each
 def test_a_resume_reads_at_most_one_window_before_its_step(plans: list[Plan]) -> None:
     for plan in plans:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
@@ -142,45 +85,6 @@ def test_a_resume_reads_at_most_one_window_before_its_step(plans: list[Plan]) ->
             # Padding repeats the last sample of a lane.
             start = min(cut(plan, lane, step), max(0, plan.lane_samples(lane) - 1))
             assert start - first < plan.window
-
-
-@for_each
-def test_places_of_a_lane_are_adjacent_in_their_shards(plans: list[Plan]) -> None:
-    """Consecutive places are consecutive samples, except at a shard's end or at the hole."""
-    for plan in plans:
-        shard = np.repeat(np.arange(len(plan.counts)), plan.counts)
-        for lane in range(plan.lane_count):
-            ids = plan.ids(lane, np.arange(plan.lane_samples(lane)))
-            jumps = np.flatnonzero(np.diff(ids) != 1)
-            forward = [(ids[i + 1] > ids[i]) for i in jumps if shard[ids[i]] == shard[ids[i + 1]]]
-            assert all(forward)
-            assert len(forward) <= 1  # the hole
-
-
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_global_batches_are_the_same_for_every_world_size(tail: Any) -> None:
-    options: dict[str, Any] = {"lanes": 8, "window": 9, "tail": tail, "epoch": 3}
-    plans = [
-        make([37, 5, 61, 8], world_size=world, batch_size=16 // world, **options)
-        for world in (1, 2, 4, 8)
-    ]
-    for step in range(plans[0].steps):
-        sets = [
-            sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)[0])
-            for plan in plans
-        ]
-        assert sets == [sets[0]] * 4
-
-
-def test_orders_differ_by_epoch_and_seed_and_are_reproducible() -> None:
-    def ids(**options: Any) -> list[int]:
-        return delivered(make([50, 20, 30], window=30, **options))
-
-    assert ids() == ids()
-    assert ids() != ids(epoch=1)
-    assert ids() != ids(seed=2)
-    plan = make([7, 13, 1], shuffle=False, tail="keep")
-    assert delivered(plan) == list(range(21))
 
 
 def test_the_dropped_samples_change_in_every_epoch() -> None:
@@ -244,7 +148,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 
 def test_a_plan_costs_the_same_at_any_step() -> None:
-    """Memory is measured: near the end a plan holds no more than at the start."""
     peaks, steps = [], make([1_000_000_000], batch_size=64, window=5000).steps
     for step in (0, steps // 2, steps - 1):
         fresh = make([1_000_000_000], batch_size=64, window=5000)

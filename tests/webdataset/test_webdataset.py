@@ -63,9 +63,7 @@ def test_fields_decode_samples_of_webdataset(pictures: Path) -> None:
         wds.map(wt.to_example(fields)),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ResourceWarning
-        )  # webdataset leaves its files to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)  # of webdataset's open files
         actual = list(pipeline)
         gc.collect()
     assert [int(example["label"]) for example in actual] == list(range(6))

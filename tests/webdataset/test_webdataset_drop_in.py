@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import random
 import tarfile
 import warnings
@@ -15,11 +14,9 @@ import pytest
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
 from tests.support.servers import serving
-from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.resolve import open_index
+from wdstrain.errors import UsageError
 
 
 @pytest.fixture
@@ -28,30 +25,14 @@ def urls(tmp_path: Path) -> str:
     return write_set(tmp_path / "set", [7, 13, 1])
 
 
-# --- the same samples ---
-
-
 def test_it_is_a_pipeline_of_webdataset_with_its_own_fluid_methods(urls: str) -> None:
     dataset = wt.WebDataset(urls, shardshuffle=False)
     assert isinstance(dataset, wds.DataPipeline)
     assert isinstance(dataset, wds.WebDataset)
     for name, method in inspect.getmembers(wds.compat.FluidInterface, inspect.isfunction):
         assert getattr(wt.WebDataset, name) is method
-    changed = (
-        dataset.select(lambda sample: sample["cls"] == b"1")
-        .decode()
-        .map_dict(txt=str.upper)
-        .rename(text="txt")
-        .to_tuple("__key__", "cls", "text")
-        .map_tuple(None, lambda number: number + 1)
-        .batched(3)
-    )
-    batches = list(changed)
-    assert [key for batch in batches for key in batch[0]] == [
-        f"d/s{i:04d}" for i in range(1, 21, 3)
-    ]
-    assert batches[0][1].tolist() == [2, 2, 2]
-    assert batches[0][2][0] == "TEXT 1"
+    changed = dataset.decode().rename(text="txt").to_tuple("__key__", "text").batched(3)
+    assert [text for batch in changed for text in batch[1]] == [f"text {i}" for i in range(21)]
 
 
 def test_it_takes_every_argument_of_webdataset_in_the_same_order() -> None:
@@ -76,12 +57,14 @@ def random_shard(path: Path, random: random.Random) -> str:
             members.append((f"dir{number}/", b""))
         if random.random() < 0.1:
             members.append((random.choice(NOTES).format(number), b"x"))
+        if random.random() < 0.1:
+            members.append((f"{base}.__bad__", b"1"))
         for field in random.sample(FIELDS, random.randint(1, 4)):
             members.append((f"{base}.{field}", random.randbytes(random.choice([0, 1, 512, 513]))))
     return write_members(path, members, format=random.choice(formats))
 
 
-@pytest.mark.parametrize("seed", quick_and_slow(range(30), 10))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     endings = [".tar"] if draw.random() < 0.7 else [".tar", ".tgz", ".tar.xz"]
@@ -102,26 +85,6 @@ def test_random_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> N
     assert sorted((s["__key__"], s["__url__"]) for s in shuffled) == sorted(order)
 
 
-def test_a_sample_marked_bad_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    members = [("a.cls", b"0"), ("b.cls", b"1"), ("b.__bad__", b"1"), ("c.cls", b"2")]
-    shard = write_members(tmp_path / "x.tar", members)
-    with caplog.at_level(logging.INFO, "wdstrain"):
-        assert list(wt.WebDataset(shard)) == read_wds(shard)
-    assert (
-        'left out, no part of any sample: 1 times samples with the field "__bad__"' in caplog.text
-    )
-
-
-@pytest.mark.parametrize("name", ["__key__", "__url__"])
-def test_fields_with_reserved_names_are_refused(tmp_path: Path, name: str) -> None:
-    shard = write_members(tmp_path / "x.tar", [("a.cls", b"0"), (f"a.{name}", b"0")])
-    with pytest.raises(ShardError, match=f"two members named 'a.{name}', or a reserved name"):
-        list(wt.WebDataset(shard))
-
-
-# --- arguments ---
-
-
 def test_addresses_are_those_of_webdataset_folders_globs_and_indexes(
     urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,29 +93,18 @@ def test_addresses_are_those_of_webdataset_folders_globs_and_indexes(
     assert list(wt.WebDataset(address)) == read_wds(address) == read_wds(urls)
     wt.index(str(tmp_path / "set"))
     folder = tmp_path / "set"
-    for other in (
-        f"file:{urls}",
-        f"file://{urls}",
-        str(folder),
-        folder / "*.tar",
-        f"{folder}/index.json",
-    ):
+    for other in (f"file:{urls}", folder, folder / "*.tar", folder / "index.json"):
         assert keys(wt.WebDataset(other)) == keys(read_wds(urls))
 
 
 def test_wrong_addresses_and_arguments_raise_at_construction() -> None:
     """A command is refused and never run."""
-    commands = ["cat x.tar", "curl -s -L https://host/x.tar", "cat x.tar | tar x", "cat $(ls)"]
-    commands += ["cat x.tar; touch here", "cat a.tar b.tar", "cat > x.tar", "cat 'x", ""]
+    never = "never run as a command. Name the file or the"
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        *(
-            (f"pipe:{command}", {}, "never run as a command. Name the file or the")
-            for command in commands
-        ),
+        *((f"pipe:{command}", {}, never) for command in ("cat x.tar", "cat $(ls); touch x", "")),
         ("nothing.tar", {}, "nothing.tar: there is no such file"),
         ([], {}, "no address of shards"),
         (7, {}, "urls=7: must be an address"),
-        ({"datasets": []}, {}, "must be an address"),
         ("sftp://host/x.tar", {}, "addresses sftp:// cannot be read"),
         ("x.tar", {"mode": "unlink"}, "mode='unlink': must be None or \"resampled\""),
         ("${NOWHERE}/x.tar", {}, "WDS_NOWHERE is not in the environment"),
@@ -172,7 +124,6 @@ def test_shardshuffle_permutes_all_shards_in_each_epoch(tmp_path: Path) -> None:
         assert all(int(epoch[i][3:]) + 1 == int(epoch[i + 1][3:]) for i in range(0, 36, 3))
     dataset.set_epoch(0)
     assert keys(dataset) == epochs[0]
-    assert keys(wt.WebDataset(urls, shardshuffle=True, seed=1)) == epochs[0]
     assert keys(wt.WebDataset(urls, shardshuffle=True, seed=2)) != epochs[0]
 
 
@@ -183,18 +134,7 @@ def test_the_seed_comes_from_the_environment(urls: str, monkeypatch: pytest.Monk
     assert wt.WebDataset(urls, seed=7).seed == 7
 
 
-@pytest.mark.parametrize("ending", [".tar", ".tgz"])
-def test_resampled_shards_have_no_end(tmp_path: Path, ending: str) -> None:
-    urls = write_set(tmp_path, [2, 2, 2], ending)
-    dataset = wt.WebDataset(urls, resampled=True, shardshuffle=False).with_epoch(300)
-    drawn = keys(dataset)
-    assert len(drawn) == 300
-    assert set(drawn) == set(keys(read_wds(urls)))
-    assert drawn != keys(dataset)
-
-
 def test_repeat_and_epochs_count_samples_as_in_webdataset(urls: str) -> None:
-    assert len(list(wt.WebDataset(urls).repeat(2))) == 42
     assert len(list(wt.WebDataset(urls).with_epoch(50))) == 50
     assert len(list(wt.WebDataset(urls).repeat(2).with_epoch(5))) == 5
     assert len(wt.WebDataset(urls).with_length(8, silent=True).with_epoch(3)) == 8
@@ -209,22 +149,11 @@ def test_an_empty_set_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:
     assert list(wt.WebDataset(shard, empty_check=False)) == []
 
 
-def test_the_context_manager_closes_the_pipeline(urls: str) -> None:
-    with wt.WebDataset(urls) as dataset:
-        assert len(list(dataset)) == 21
-    assert not hasattr(dataset, "pipeline")
-
-
 def test_passes_at_the_same_time_do_not_disturb_each_other(urls: str) -> None:
     dataset = wt.WebDataset(urls)
-    numbers = dataset.decode().to_tuple("cls")
-    assert [a["__key__"] == b["__key__"] for a, b in zip(dataset, dataset, strict=True)] == [
-        True
-    ] * 21
-    assert len(list(zip(dataset, numbers, strict=True))) == 21
-
-
-# --- servers ---
+    pairs = list(zip(dataset, dataset.to_tuple("__key__"), strict=True))
+    assert len(pairs) == 21
+    assert all(sample["__key__"] == key for sample, (key,) in pairs)
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
@@ -233,7 +162,6 @@ def test_passes_at_the_same_time_do_not_disturb_each_other(urls: str) -> None:
 def test_samples_have_the_entries_of_webdataset(
     is_remote: bool, has_cache: bool, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`__local_path__` is the file on the disk; with a cache, the one in its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     write_set(tmp_path / "set", [7, 13, 1], ending)
     with serving(tmp_path / "set") as served:
@@ -286,10 +214,9 @@ def test_the_headers_that_a_pass_read_are_an_index_for_the_next_start(
         selected = wt.WebDataset(address, select_files=lambda name: name.endswith(".txt"))
         assert keys(selected) == expected
         caplog.clear()
-        notes: list[str] = []
-        index = open_index(address, note=notes.append)
-        assert notes == []
-        assert [index.key(n) for n in range(12)] == expected
+        index = wt.open(address)
+        assert index.keys(range(12)) == expected
         assert index.fields == ("cls", "txt")
-        assert list(wt.WebDataset(address)) == list(wt.WebDataset(address))
+        assert keys(wt.WebDataset(address)) == expected
+        assert "scanned" not in caplog.text
         assert "Whole shards" not in caplog.text

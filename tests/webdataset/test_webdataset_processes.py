@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_set
 
 pytestmark = [
@@ -72,11 +70,10 @@ def all_keys(urls: str) -> list[str]:
 
 
 # workers, ranks, and ending of the shards; there may be more workers than shards or samples
-DIVIDED = [(4, 1, ".tar"), (1, 1, ".tgz"), (0, 3, ".tgz"), (0, 3, ".tar"), (3, 2, ".tar")]
-DIVIDED += [(1, 1, ".tar"), (4, 1, ".tgz"), (2, 3, ".tgz")]
+DIVIDED = [(4, 1, ".tar"), (1, 1, ".tgz"), (0, 3, ".tgz"), (3, 2, ".tar")]
 
 
-@pytest.mark.parametrize(("workers", "ranks", "ending"), quick_and_slow(DIVIDED, 5))
+@pytest.mark.parametrize(("workers", "ranks", "ending"), DIVIDED)
 def test_ranks_and_workers_share_each_epoch(
     tmp_path: Path, workers: int, ranks: int, ending: str, rank: Callable[[int, int], None]
 ) -> None:
@@ -92,23 +89,13 @@ def test_ranks_and_workers_share_each_epoch(
         for own in range(ranks):
             rank(own, ranks)
             dataset = wt.WebDataset(urls, **options)
-            parts = (
-                [keys(dataset) for _ in range(3)]
-                if not workers
-                else read(dataset.map(key_of), workers, **lasting)
-            )
+            parts = read(dataset.map(key_of), workers, **lasting)
             for epoch, part in zip(epochs, parts, strict=True):
                 epoch += part
-                assert ending != ".tar" or sum(counts) // ranks <= len(part) <= -(
-                    -sum(counts) // ranks
+                assert (
+                    ending != ".tar" or sum(counts) // ranks <= len(part) <= sum(counts) / ranks + 1
                 )
         assert [sorted(epoch) for epoch in epochs] == [all_keys(urls)] * 3
-
-
-def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
-    shard = write_set(tmp_path / "set", [21])
-    (first, *_) = read(wt.WebDataset(shard).map(key_of).listed(100), 5)
-    assert sorted(len(part) for part in first) == [4, 4, 4, 4, 5]
 
 
 @pytest.mark.slow
@@ -120,15 +107,6 @@ def test_workers_may_be_spawned(tmp_path: Path, ending: str) -> None:
     dataset = dataset.with_length(21, silent=True)
     epochs = read(dataset, 2, multiprocessing_context="spawn", persistent_workers=True)
     assert [sorted(epoch) for epoch in epochs] == [all_keys(urls)] * 3
-
-
-def test_webloader_and_its_fluid_methods(urls: str) -> None:
-    dataset = wt.WebDataset(urls, shardshuffle=10).decode().to_tuple("__key__", "cls").batched(4)
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=2).unbatched().shuffle(9)
-    assert sorted(key for key, _ in loader) == all_keys(urls)
-    assert len(list(loader.batched(7).with_epoch(10))) == 10
-    del loader
-    gc.collect()
 
 
 def test_each_worker_or_rank_may_have_an_epoch(urls: str, rank: Callable[[int, int], None]) -> None:
@@ -148,14 +126,6 @@ def test_workers_are_read_from_the_environment(urls: str, monkeypatch: pytest.Mo
         monkeypatch.setenv("WORKER", str(worker))
         delivered += keys(wt.WebDataset(urls))
     assert sorted(delivered) == keys(read_wds(urls, workersplitter=None))
-
-
-def test_a_pass_in_the_parent_does_not_affect_its_workers(urls: str) -> None:
-    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
-    begun = iter(dataset)
-    next(begun)
-    assert [sorted(epoch) for epoch in read(dataset, 2)] == [all_keys(urls)] * 3
-    assert len(list(begun)) == 20
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tgz"])
@@ -192,55 +162,3 @@ def test_resampled_ranks_draw_independently(urls: str, rank: Callable[[int, int]
         drawn.append(keys(wt.WebDataset(urls, resampled=True).with_epoch(400)))
     assert drawn[0] != drawn[1]
     assert all(set(part) == set(all_keys(urls)) for part in drawn)
-
-
-# --- two DataLoaders over one stream ---
-
-
-class Starts:
-    """Starts the second worker of one DataLoader between the first and the second of another.
-
-    It is a worker_init_fn, and a stage that marks the first sample of a worker.
-    """
-
-    def __init__(self) -> None:
-        self.name = ""
-        self.begun = {name: multiprocessing.get_context("fork").Event() for name in ("a0", "b1")}
-        self.waits_for = {"b1": "a0", "b0": "b1", "a1": "b1"}
-
-    def worker_of(self, loader: str) -> Callable[[int], None]:
-        def begin(worker: int) -> None:
-            self.name = f"{loader}{worker}"
-            if self.name in self.waits_for:
-                assert self.begun[self.waits_for[self.name]].wait(30)
-
-        return begin
-
-    def __call__(self, sample: dict[str, Any]) -> str:
-        if self.name in self.begun:
-            self.begun[self.name].set()
-        return key_of(sample)
-
-
-def test_two_dataloaders_with_equal_seeds_deliver_every_sample_once(tmp_path: Path) -> None:
-    """`zip` of two DataLoaders over one stream, whose workers begin in any order."""
-    urls, starts = write_set(tmp_path / "set", [2] * 10), Starts()
-    dataset = wt.WebDataset(urls, shardshuffle=True).map(starts)
-    options: dict[str, Any] = {"batch_size": None, "num_workers": 2, "collate_fn": unchanged}
-    iterators = [
-        iter(
-            torch.utils.data.DataLoader(
-                dataset,
-                worker_init_fn=starts.worker_of(loader),
-                generator=torch.Generator().manual_seed(0),
-                multiprocessing_context="fork",
-                **options,
-            )
-        )
-        for loader in "ab"
-    ]
-    pairs = list(zip_longest(*iterators))
-    del iterators
-    gc.collect()
-    for delivered in zip(*pairs, strict=True):
-        assert sorted(key for key in delivered if key is not None) == all_keys(urls)
