@@ -13,7 +13,6 @@ import torch
 
 import wdstrain as wt
 from tests.support.small_runs import SMALL, Constant, Linear, Stop, numbers, two_classes
-from tests.training.train_job import run_job
 from wdstrain.training.train import train
 
 TABLE = "recorded.parquet"
@@ -114,18 +113,3 @@ def test_a_set_that_uses_the_name_of_a_column_is_refused_before_a_file_is_writte
     with pytest.raises(wt.UsageError, match="record=True makes the columns 'loss'"):
         train(tmp_path / "shards", tmp_path / "run", **OPTIONS)
     assert not (tmp_path / "run").exists()
-
-
-def test_two_processes_write_the_table_of_one_also_when_they_resume(tmp_path: Path) -> None:
-    shards, runs = (
-        two_classes(tmp_path / "shards"),
-        {n: tmp_path / n for n in ("one", "two", "cut")},
-    )
-    options = {**SMALL, "model": "tests.training.test_recorded:Constant", "lanes": 2, "lr": 1e-30}
-    options |= {"record": True, "epochs": 2, "optimizer": "sgd"}
-    train(shards, runs["one"], **options)
-    cut = str(runs["cut"])
-    jobs = [(str(runs["two"]), options), (cut, {**options, "stop": [1, 2]})]
-    run_job(2, str(shards), [*jobs, (cut, {**options, "resume": True})])
-    assert len(rows_of(runs["one"])) == 40
-    assert rows_of(runs["one"]) == rows_of(runs["two"]) == rows_of(runs["cut"])
