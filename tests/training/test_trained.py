@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import wdstrain as wt
+from tests.support.children import ended
 from tests.support.servers import serving
 from tests.support.small_runs import PLAIN, SMALL, Linear, last, rows_of, small_image, two_classes
 from wdstrain.cli import main
@@ -33,19 +32,6 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return last(out)
 
 
-def test_a_second_process_is_refused(
-    run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    val = shards / "val-000000.tar"
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
-        wt.predict(run, val, tmp_path / "p.csv")
-
-
-# --- as in training ---
-
-
 class Inverted:
     """Inverted images, as a user-defined field."""
 
@@ -57,68 +43,48 @@ class Inverted:
         out[...] = 255 - out
 
 
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
+def test_a_second_process_and_fields_with_other_inputs_are_refused(
+    run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    val = f"{shards}/val-*.tar"
+    for field, words in (
         (wt.image(size=(8, 12)), r"was trained on image: uint8\[3, 8, 8\]"),
         (wt.image(), "without a fixed size"),
-    ],
-)
-def test_fields_with_other_inputs_are_refused(
-    run: Path, shards: Path, tmp_path: Path, field: Any, words: str
-) -> None:
-    val, fields = f"{shards}/val-*.tar", {"image": field}
-    for call in (
-        lambda: wt.evaluate(run, val, fields=fields),
-        lambda: wt.predict(run, val, tmp_path / "p.csv", fields=fields),
     ):
         with pytest.raises(wt.UsageError, match=words):
-            call()
+            wt.evaluate(run, val, fields={"image": field})
+        with pytest.raises(wt.UsageError, match=words):
+            wt.predict(run, val, tmp_path / "p.csv", fields={"image": field})
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
+        wt.predict(run, val, tmp_path / "p.csv")
 
 
 def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) -> None:
     wt.train(shards, tmp_path / "run", fields={"image": Inverted()}, **SMALL)
-    checkpoint, val = last(tmp_path / "run"), f"{shards}/val-*.tar"
     with pytest.raises(wt.UsageError, match="a field of your own, Inverted"):
-        wt.evaluate(checkpoint, val)
+        wt.evaluate(last(tmp_path / "run"), f"{shards}/val-*.tar")
     words = r"the input was .*source='Inverted'.*, is .*source='image'"
     with pytest.raises(wt.UsageError, match=words):
         wt.train(shards, tmp_path / "run", resume=True, **{**SMALL, "epochs": 2})
 
 
-def test_options_of_the_checkpoint_are_refused(shards: Path, run: Path, tmp_path: Path) -> None:
-    val, table = shards / "val-000000.tar", tmp_path / "p.csv"
-    stored = {"epochs": 9, "lr": 5.0, "label": "x", "augment": "rrc", "image_size": 64}
-    for name, value in {**stored, "class_weights": "balanced"}.items():
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            wt.evaluate(run, val, **{name: value})
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            wt.predict(run, val, table, **{name: value})
-    assert not table.exists()
-
-
 # --- a row for every image ---
 
-SLOW = pytest.mark.slow
 GOOD, BAD = small_image(1), small_image(1)[:45]
 
 
-@pytest.mark.parametrize("source", ["shards", "files", pytest.param("workers", marks=SLOW)])
+@pytest.mark.parametrize("source", ["shards", "files"])
 @pytest.mark.parametrize(
     "pictures",
-    [
-        [BAD],
-        [BAD] * 20,
-        [GOOD] * 8 + [BAD],
-        [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3,
-        [GOOD, None, BAD, GOOD],
-    ],
-    ids=["one", "all", "last", "many", "missing"],
+    [[BAD] * 20, [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3, [GOOD, None, BAD, GOOD]],
+    ids=["all", "many", "missing"],
 )
 def test_every_image_has_its_row(
     run: Path, tmp_path: Path, pictures: list[bytes | None], source: str
 ) -> None:
-    urls, options = tmp_path / "set", {"batch_size": 8, "num_workers": int(source == "workers")}
+    urls = tmp_path / "set"
     if source == "files":
         pictures = [data for data in pictures if data is not None]
         urls.mkdir()
@@ -128,11 +94,10 @@ def test_every_image_has_its_row(
         fields = ({"png": data} if data else {"txt": b"no picture"} for data in pictures)
         samples = ({"__key__": f"k{i:03d}", **own} for i, own in enumerate(fields))
         wt.pack(samples, urls, shuffle=False)
-    done = wt.predict(run, urls, tmp_path / "p.csv", **options)
+    done = wt.predict(run, urls, tmp_path / "p.csv", batch_size=8)
     rows = rows_of(tmp_path / "p.csv")
-    assert [row["key"].removesuffix(".png") for row in rows] == [
-        f"k{i:03d}" for i in range(len(pictures))
-    ]
+    keys = [f"k{i:03d}" for i in range(len(pictures))]
+    assert [row["key"].removesuffix(".png") for row in rows] == keys
     assert [bool(row["error"]) for row in rows] == [data != GOOD for data in pictures]
     assert [bool(row["label"]) for row in rows] == [data == GOOD for data in pictures]
     assert (done.rows, done.bad) == (len(pictures), sum(data != GOOD for data in pictures))
@@ -181,9 +146,6 @@ def test_each_bad_image_has_its_own_reason_even_with_equal_keys(run: Path, tmp_p
     assert errors[0] != errors[40]
 
 
-# --- images of every kind ---
-
-
 # tests/oracle/test_training.py draws arrays of one dimension.
 ARRAYS = [("uint8", (1, 8, 8)), ("uint8", (4, 8, 8)), ("float64", (3, 8, 8)), ("int64", (3, 8, 8))]
 
@@ -210,22 +172,16 @@ def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
         assert share == pytest.approx(float(row["label_1"]), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "options", "words"),
-    [
-        ("complex64", (3, 8, 8), {}, r"complex64\[3, 8, 8\]: must be real numbers"),
-        ("float32", (3, 8, 8), {"mixup": 0.2}, r"float32\[3, 8, 8\]: mixup"),
-        ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\]: mixup"),
-    ],
-)
-def test_images_that_do_not_fit_an_option_are_refused_before_any_write(
-    tmp_path: Path, dtype: str, shape: tuple[int, ...], options: dict[str, Any], words: str
-) -> None:
-    wt.pack(({"x.npy": np.ones(shape, dtype), "cls": i % 2} for i in range(16)), tmp_path / "set")
-    options |= {"model": functools.partial(Linear, inputs=int(np.prod(shape))), **PLAIN}
-    fields = {"image": wt.array("x.npy", shape=shape, dtype=dtype)}
-    with pytest.raises(wt.UsageError, match=words):
-        wt.train(tmp_path / "set", tmp_path / "run", fields=fields, **options)
+def test_complex_arrays_and_arrays_with_mixup_are_refused_before_any_write(tmp_path: Path) -> None:
+    for dtype, mixing, words in (
+        ("complex64", {}, r"complex64\[3, 8, 8\]: must be real numbers"),
+        ("float32", {"mixup": 0.2}, r"float32\[3, 8, 8\]: mixup"),
+    ):
+        samples = ({"x.npy": np.ones((3, 8, 8), dtype), "cls": i % 2} for i in range(16))
+        wt.pack(samples, tmp_path / dtype)
+        options = {"fields": {"image": wt.array("x.npy", shape=(3, 8, 8), dtype=dtype)}, **mixing}
+        with pytest.raises(wt.UsageError, match=words):
+            wt.train(tmp_path / dtype, tmp_path / "run", model=Linear, **options, **PLAIN)
     assert not (tmp_path / "run").exists()
 
 
@@ -259,7 +215,7 @@ def test_training_has_max_errors(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*evaluate, "--max-errors", "0.1"]) == 0
 
 
-@pytest.mark.parametrize("fault", ["a file in the way", "no space", "read-only"])
+@pytest.mark.parametrize("fault", ["a file in the way", "no space"])
 def test_an_output_that_cannot_be_written_is_named_before_any_work(
     shards: Path,
     tmp_path: Path,
@@ -271,11 +227,8 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
         folder, words = tmp_path / "file", ""
         folder.write_text("")
     else:
-        folder = request.getfixturevalue("small_disk")
-        words = "No space left" if fault == "no space" else "Read-only file system"
+        folder, words = request.getfixturevalue("small_disk"), "No space left"
         (folder / "rest").write_bytes(bytes(1 << 20))
-    if fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     damaged = tmp_path / "no-checkpoint.pt"  # read later than the output is checked
     damaged.write_bytes(b"nothing")
     for command in (
@@ -288,9 +241,6 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
         assert error.startswith(f"error: {command[-1]} cannot be written: {words}")
         assert hint.startswith(("hint: Choose another folder", "hint: Name a file in another"))
     assert not folder.is_dir() or os.listdir(folder) == ["rest"]
-
-
-# --- types of options and models ---
 
 
 def test_options_may_be_numpy_numbers_paths_and_devices(shards: Path, tmp_path: Path) -> None:
@@ -331,15 +281,7 @@ def test_a_module_is_trained_as_a_copy(shards: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-class Maker:
-    def __call__(self, outputs: int) -> torch.nn.Module:
-        return Linear(outputs)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [functools.partial(Linear, inputs=192), lambda outputs: Linear(outputs), Maker(), Linear(1)],
-)
+@pytest.mark.parametrize("make", [functools.partial(Linear, inputs=192), Linear(1)])
 def test_a_run_started_from_python_resumes_from_the_shell(
     shards: Path, tmp_path: Path, capsys: Any, make: Any
 ) -> None:
@@ -366,20 +308,22 @@ class Net(torch.nn.Module):
             x = x * late.scale
         return self.last(x.flatten(1))
 """
+PARTS = "import torch\ndef linear(outputs): return torch.nn.Linear(192, outputs)\n"
+TRAIN = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+sys.path = [path for path in sys.path if path]
+from wdstrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_a_model_can_import_modules_beside_it_at_any_time(shards: Path, tmp_path: Path) -> None:
-    parts = "import torch\ndef linear(o): return torch.nn.Linear(192, o)\n"
-    for name, text in (("parts", parts), ("late", "scale = 1.0\n"), ("mine", MINE)):
+    for name, text in (("parts", PARTS), ("late", "scale = 1.0\n"), ("mine", MINE)):
         (tmp_path / f"{name}.py").write_text(text)
-    code = "import sys; sys.path.remove(''); from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))"
     words = f"train {shards} --out run --model mine:Net --epochs 1 --image-size 8 --batch-size 8"
-    command = [sys.executable, "-c", code, *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-# --- resume ---
+    done = ended(TRAIN, tmp_path, *words.split())
+    assert done.status == 0, done.err
 
 
 def test_a_regression_run_resumes_with_shards_on_a_server(tmp_path: Path) -> None:
