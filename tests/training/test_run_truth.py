@@ -70,9 +70,9 @@ def fallen(out: Path, *names: str, **options: Any) -> tuple[wt.TrainResult, str]
     labels = [wt.Label(own, "number", "json", own) for own in names]
     samples = ({"png": small_image(i), "json": dict.fromkeys(names, i % 2)} for i in range(16))
     wt.pack(samples, out / "set", labels=labels)
-    options |= {**STILL, "epochs": 4, "callbacks": [Bias((6.0, 3.0, 1.0, 0.0))]}
-    options |= {"label": ",".join(names), "progress": (lines := Lines()), "val": out / "set"}
-    return wt.train(out / "set", out / "run", **options), lines.text
+    given = {**STILL, "epochs": 4, "callbacks": [Bias((6.0, 3.0, 1.0, 0.0))], **options}
+    given |= {"label": ",".join(names), "progress": (lines := Lines()), "val": out / "set"}
+    return wt.train(out / "set", out / "run", **given), lines.text
 
 
 @pytest.mark.parametrize("name", ["rmse", "y/rmse", "r2"])
