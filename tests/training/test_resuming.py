@@ -8,10 +8,7 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import flags, picture, write_class_folder
+from tests.support.children import ended
 from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
 from tests.support.small_runs import last
@@ -102,64 +100,46 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(timed)}
 
 
-def words_of(pets: Path, out: Path) -> list[str]:
-    words = ["-m", "wdstrain", "train", str(pets), "--out", str(out)]
-    return [sys.executable, *words, *flags(OPTIONS)]
+# Sends a signal to itself, and to its worker processes, when its second checkpoint is complete but
+# has not its name yet.
+SIGNALED = """
+import os, signal, sys
+import torch
+from wdstrain.cli import main
+
+save, paths = torch.save, []
+
+def saved(state, path):
+    save(state, path)
+    paths.append(path)
+    if len(paths) == 2:
+        os.killpg(0, signal.Signals[sys.argv[1]])
+
+os.setsid()
+torch.save = saved
+sys.exit(main(sys.argv[2:]))
+"""
 
 
-def begun(pets: Path, out: Path, *words: str) -> subprocess.Popen[str]:
-    """Return a training process that has written its first checkpoint."""
-    process = subprocess.Popen(
-        [*words_of(pets, out), *words],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    first, deadline = out / "checkpoints" / "step-00000002.pt", time.monotonic() + 60
-    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return process
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bits_even_after_a_kill_in_a_checkpoint(
-    pets: Path, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("SIGKILL", 0), ("SIGTERM", 0), ("SIGTERM", 1)],
+)
+def test_a_killed_or_terminated_run_resumes_to_the_same_bits(
+    pets: Path, undisturbed: Path, tmp_path: Path, name: str, workers: int
 ) -> None:
+    """Worker processes live until the last checkpoint is written."""
     out = tmp_path / "run"
-    process = begun(pets, out)
-    process.kill()
-    process.communicate()
-    before = position(out)
-    # A second kill within the write of the next checkpoint: the file is complete, but not yet
-    # renamed.
-    code = (
-        "import os, signal, sys, torch\n"
-        "save = torch.save\n"
-        "torch.save = lambda *_: (save(*_), os.kill(os.getpid(), signal.SIGKILL))\n"
-        "from wdstrain.cli import main; main(sys.argv[1:])"
-    )
-    words = [sys.executable, "-c", code, "train", *RESUME, "--out", str(out)]
-    killed = subprocess.run(words, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
-    assert position(out) == before
+    words = ["train", str(pets), "--out", str(out), *flags(OPTIONS), "--num-workers", str(workers)]
+    done = ended(SIGNALED, name, *words)
+    if name == "SIGKILL":
+        assert done.status == -signal.SIGKILL, done.err
+        assert [path for path in os.listdir(out / "checkpoints") if path.endswith(".tmp")]
+        assert position(out) == {"epoch": 0, "step": 2}
+    else:
+        assert done.status == 128 + signal.SIGTERM, done.err
+        assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in done.err
     assert main(["train", *RESUME, "--out", str(out)]) == 0  # its options are in its folder
-    same(out, undisturbed)
-
-
-@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_terminated_run_writes_a_checkpoint_and_resumes_to_the_same_bits(
-    pets: Path, undisturbed: Path, tmp_path: Path, workers: str
-) -> None:
-    """Worker processes, which get the signal too, live until the checkpoint is written."""
-    out = tmp_path / "run"
-    process = begun(pets, out, "--num-workers", workers)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, stderr
-    assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in stderr
-    assert main(["train", str(pets), *RESUME, "--out", str(out)]) == 0
     same(out, undisturbed)
 
 
@@ -178,13 +158,6 @@ class At:
         self.lines.append(text)
 
 
-def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signal.SIGUSR1) -> None:
-    display = At(title, done, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(Stopped) as raised:
-        train(str(pets), out, progress=display, **OPTIONS)
-    assert raised.value.status == 128 + number
-
-
 def test_a_finished_run_is_trained_again_only_for_more_epochs(pets: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "run", {**OPTIONS, "epochs": 1}
     train(str(pets), out, **options)
@@ -195,41 +168,38 @@ def test_a_finished_run_is_trained_again_only_for_more_epochs(pets: Path, tmp_pa
     assert [line["epoch"] for line in more.epochs] == [0, 1]
 
 
-def test_a_run_with_other_options_is_not_resumed(pets: Path, undisturbed: Path) -> None:
-    files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
-    before = [path.stat().st_mtime_ns for path in files]
-    for other, words in (
-        ({"model": "small"}, "model was 'tests.training.test_resuming:dropping', is 'small'"),
-        ({"lr": 0.1, "seed": 3}, "seed was 0, is 3"),
-        ({"batch_size": 4}, "batch_size was 8, is 4"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
-    assert [path.stat().st_mtime_ns for path in files] == before
-
-
-def test_other_data_and_another_model_of_the_same_name_are_refused(
+def test_other_options_data_and_models_are_not_resumed(
     pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
-    other, split = tmp_path / "shards", {"train": 0.8, "val": 0.2}
-    wt.convert_folder(tmp_path / "png", other, split=split)
-    options = {**OPTIONS, "resume": True}
-    with pytest.raises(UsageError, match="the validation data differ"):
-        train(str(other), undisturbed, **options)
-    with pytest.raises(UsageError, match="another order: data was"):
-        train(f"{other}/train-*.tar", undisturbed, val=f"{pets}/val-*.tar", **options)
+    other = tmp_path / "shards"
+    wt.convert_folder(tmp_path / "png", other, split={"train": 0.8, "val": 0.2})
+    files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
+    before = [path.stat().st_mtime_ns for path in files]
+    val = f"{pets}/val-*.tar"
+    for urls, changed, words in (
+        (pets, {"model": "small"}, "was 'tests.training.test_resuming:dropping', is 'small'"),
+        (pets, {"lr": 0.1, "seed": 3}, "seed was 0, is 3"),
+        (other, {}, "the validation data differ"),
+        (f"{other}/train-*.tar", {"val": val}, "another order: data was"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            train(urls, undisturbed, resume=True, **{**OPTIONS, **changed})
     make = lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs))  # noqa: E731
     monkeypatch.setattr("tests.training.test_resuming.dropping", make)
     with pytest.raises(UsageError, match="the checkpoint is of another model: .*Unexpected key"):
-        train(str(pets), undisturbed, **options)
+        train(str(pets), undisturbed, resume=True, **OPTIONS)
+    assert [path.stat().st_mtime_ns for path in files] == before
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    stopped_at(pets, out, "training", 15)
+    display = At("training", 15, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    with pytest.raises(Stopped) as raised:
+        train(str(pets), out, progress=display, **OPTIONS)
+    assert raised.value.status == 128 + signal.SIGUSR1
     for name in ("last.pt", sorted(os.listdir(out / "checkpoints"))[-1]):
         (out / "checkpoints" / name).unlink()
         (out / "checkpoints" / name).write_bytes(b"PK nothing")
@@ -269,22 +239,35 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
     assert len(done.epochs) == 1
 
 
-def test_checkpoints_are_written_at_intervals(
+def test_checkpoints_are_written_at_intervals_and_only_the_last_and_the_best_are_kept(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
-    train(str(pets), tmp_path / "run", **options)
+    options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9}
     ends = (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)  # of steps of the optimizer
     steps = [f"step-{step:08d}.pt" for step in ends]
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
-    same(tmp_path / "run", undisturbed)
+    for keep, kept in ((100, steps), (3, steps[-3:])):
+        out = tmp_path / str(keep)
+        train(str(pets), out, keep=keep, **options)
+        assert sorted(os.listdir(out / "checkpoints")) == ["best.pt", "last.pt", *kept]
+        same(out, undisturbed)
 
 
-def test_a_checkpoint_of_another_format_is_refused(undisturbed: Path, tmp_path: Path) -> None:
-    state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
-    torch.save({**state, "format": 0}, tmp_path / "old.pt")
-    with pytest.raises(UsageError, match="has the checkpoint format 0: must be 3"):
-        read_checkpoint(str(tmp_path / "old.pt"))
+def test_checkpoints_of_another_format_are_refused_and_never_unpickled(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    state = read_checkpoint(str(last(undisturbed)))
+    for value, words in (
+        ({**state, "format": 0}, "has the checkpoint format 0: must be 3"),
+        ({"model": {}, "config": {}, "task": Evil()}, "is no checkpoint of a run"),
+    ):
+        torch.save(value, tmp_path / "c.pt")
+        with pytest.raises(UsageError, match=words):
+            read_checkpoint(str(tmp_path / "c.pt"))
+    assert not (tmp_path / "ran").exists()
     with pytest.raises(UsageError, match="Give one of them"):
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)
 
@@ -312,32 +295,22 @@ def test_a_nan_loss_ends_the_run_without_a_checkpoint(pets: Path, tmp_path: Path
     assert not [name for name in names if name.endswith(".pt")]
 
 
-@pytest.fixture(scope="module")
-def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `shards` of 72 samples of 20 KB, and an undisturbed run on them."""
-    folder, bits = tmp_path_factory.mktemp("padded"), random.Random(0)
+def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    bits, out = random.Random(0), tmp_path / "run"
     rows = (
         {"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)}
         for n in range(72)
     )
-    wt.pack(rows, folder / "shards", max_shard_samples=24)
-    train(str(folder / "shards"), folder / "undisturbed", **SERVED)
-    return folder
-
-
-SERVED = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0, "accumulate": 1}
-
-
-@pytest.mark.parametrize("requests", [30, 43, 60])  # of about 75 in an epoch
-def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
-    requests: int, padded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    wt.pack(rows, tmp_path / "shards", max_shard_samples=24)
+    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0, "accumulate": 1}
+    train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
     small_and_quick(monkeypatch, 16 << 10)
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    out = tmp_path / "run"
-    with serving(padded / "shards") as server:
-        server.faults += [*[fine()] * requests, *[status(503)] * 100_000]
-        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(SERVED)]
+    with serving(tmp_path / "shards") as server:
+        server.faults += [*[fine()] * 43, *[status(503)] * 100_000]  # of about 75 in an epoch
+        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(options)]
         assert main(words) == 1
         at, stderr = position(out), capsys.readouterr().err
         assert at["step"] > 0
@@ -348,7 +321,7 @@ def test_a_run_that_loses_its_server_writes_a_checkpoint_and_resumes(
         monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
         assert main([*words, *RESUME]) == 0
     assert f"resuming at epoch {at['epoch'] + 1}, step {at['step']}" in capsys.readouterr().err
-    same(out, padded / "undisturbed")
+    same(out, tmp_path / "undisturbed")
 
 
 def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> None:
@@ -394,21 +367,3 @@ def test_a_validation_that_loses_its_server_is_repeated_after_a_resume(
         server.faults.clear()
         train(urls, out, val=val, resume=True, **options)
     same(out, tmp_path / "undisturbed")
-
-
-def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save({"model": {}, "config": {}, "task": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(UsageError, match="is no checkpoint of a run"):
-        read_checkpoint(str(tmp_path / "evil.pt"))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: Path) -> None:
-    train(str(pets), tmp_path / "run", **{**OPTIONS, "keep": 3})
-    names = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
-    assert names[:2] == ["best.pt", "last.pt"]
-    assert len(names) == 5
