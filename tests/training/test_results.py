@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.small_runs import (
     Bias,
     Constant,
     Linear,
+    Stop,
     last,
     numbers,
     of_kind,
@@ -35,8 +35,6 @@ from tests.support.small_runs import (
 from wdstrain.cli import main
 
 MODEL = ["--model", "tests.support.small_runs:Linear", "--device", "cpu"]
-
-# --- names and types ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +51,6 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return find
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_columns_of_predictions_are_plain_names(
-    labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, ending: str
-) -> None:
-    """Names that SQL and data frames take without quotes."""
-    shards, run = labeled(kind)
-    table = tmp_path / f"p.{ending}"
-    wt.predict(last(run), shards, table, model=Linear, probabilities=kind != "number")
-    is_csv = ending == "csv"
-    head = table.read_bytes().partition(b"\n")[0].decode(errors="replace")
-    names = head.split(",") if is_csv else pq.read_schema(table).names
-    assert len(set(names)) == len(names)
-    assert [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)] == []
-
-
 def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
     labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -77,6 +59,7 @@ def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
     for name in ("p.csv", "p.parquet"):
         assert wt.predict(last(run), shards, tmp_path / name, **given).rows == 16
     lines, table = rows_of(tmp_path / "p.csv"), pq.read_table(tmp_path / "p.parquet")
+    assert list(lines[0]) == table.column_names
     kinds = {field.name: str(field.type) for field in table.schema}
     assert kinds["y"] == kinds["error"] == "string"
     assert kinds["y_probability"] == kinds["y_heron"] == "double"
@@ -90,10 +73,10 @@ def test_a_table_has_equal_rows_and_embeddings_as_parquet_and_as_csv(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluate_writes_its_page_and_a_table_of_predictions(
+def test_evaluate_writes_its_page_and_a_table_with_plain_names(
     labeled: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, capsys: Any
 ) -> None:
-    shards, run = labeled(kind)
+    (shards, run), table = labeled(kind), tmp_path / "all.csv"
     files = ["--report", str(tmp_path / "test.html"), "--predictions", str(tmp_path / "p.csv")]
     words = ["evaluate", str(last(run)), str(shards), *MODEL]
     assert main([*words, "--json"]) == 0
@@ -101,8 +84,6 @@ def test_evaluate_writes_its_page_and_a_table_of_predictions(
     assert {type(metrics[name]) for name in ("samples", "bad")} == {int}
     assert set(metrics.get("classes", {}).get("y", ())) == set(KINDS[kind][0].classes)
     assert main([*words, *files]) == 0
-    shown = {line.rpartition("  ")[0].strip() for line in capsys.readouterr().out.splitlines()}
-    assert len(shown - {""}) == len(metrics.keys() - {"classes"}) + 2  # all, and the two files
     page = (tmp_path / "test.html").read_text()
     titles = re.findall("<h2>([^<]*)</h2>", page)
     expected = ["Metrics", "Calibration", "Confusion matrix", "Classes"]
@@ -113,34 +94,39 @@ def test_evaluate_writes_its_page_and_a_table_of_predictions(
     assert all(f"<td>{name}</td>" in page for name in KINDS[kind][0].classes)
     wt.predict(last(run), shards, tmp_path / "other.csv", model=Linear)
     assert (tmp_path / "p.csv").read_text() == (tmp_path / "other.csv").read_text()
+    wt.predict(last(run), shards, table, model=Linear, probabilities=kind != "number")
+    names = table.read_text().partition("\n")[0].split(",")  # which SQL takes without quotes
+    assert [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)] == []
+    assert len(set(names)) == len(names)
 
 
-def test_a_matrix_hides_classes_that_do_not_occur(tmp_path: Path) -> None:
-    """60 classes: of more than 50 the worst pairs are listed, first the most frequent."""
-    for classes, there in ((12, 4), (60, 60)):
-        shards, run = tmp_path / f"set{classes}", tmp_path / f"run{classes}"
-        names = [f"kind {number:02d}" for number in range(classes)]
-        samples = ({"png": small_image(i), "cls": i % there} for i in range(2 * classes))
-        wt.pack(samples, shards, classes=names)
-        wt.train(shards, run, model=Linear, **SMALL)
-        page = tmp_path / f"{classes}.html"
-        wt.evaluate(last(run), shards, model=Linear, report=page)
-        card = re.search(
-            "(?s)<h2>(Confusion matrix|Most frequent mistakes)(.*?)</section>", page.read_text()
-        )
-        assert card is not None
-        if classes == 12:
-            assert card[1] == "Confusion matrix"
-            predicted = {name for name in names if f"taken for {name}:" in card[2]}
-            assert set(names[:4]) <= predicted < set(names)
-        else:
-            counts = [int(count) for count in re.findall(r"<td>(\d+) of \d+</td>", card[2])]
-            assert card[1] == "Most frequent mistakes"
-            assert counts == sorted(counts, reverse=True)
-            assert counts
+def report_of(folder: Path, classes: int, there: int) -> str:
+    """Return the page of a run with this many classes, of which the first ones occur."""
+    names = [f"kind {number:02d}" for number in range(classes)]
+    samples = ({"png": small_image(i), "cls": i % there} for i in range(2 * classes))
+    wt.pack(samples, folder / "set", classes=names)
+    wt.train(folder / "set", folder / "run", model=Linear, **SMALL)
+    wt.evaluate(last(folder / "run"), folder / "set", model=Linear, report=folder / "page.html")
+    return (folder / "page.html").read_text()
 
 
-# --- several runs ---------------------------------------------------------------------------------
+def test_a_matrix_hides_classes_that_do_not_occur_and_breaks_no_number(tmp_path: Path) -> None:
+    text = report_of(tmp_path, 12, 4)
+    card = text.partition("<h2>Confusion matrix")[2].partition("</section>")[0]
+    predicted = {number for number in range(12) if f"taken for kind {number:02d}:" in card}
+    assert {0, 1, 2, 3} <= predicted < set(range(12))
+    # Cells of tables may break anywhere, so those of the matrix need a rule of their own.
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", text[: text.index("</style>")])
+    assert "anywhere" not in dict(rules).get("td", "") or any(
+        "matrix" in name and re.search("nowrap|wrap:normal", rule) for name, rule in rules
+    )
+
+
+def test_of_more_than_50_classes_the_worst_pairs_are_listed(tmp_path: Path) -> None:
+    card = report_of(tmp_path, 60, 60).partition("<h2>Most frequent mistakes")[2]
+    found = re.findall(r"<td>(\d+) of \d+</td>", card.partition("</section>")[0])
+    assert found
+    assert found == sorted(found, key=int, reverse=True)
 
 
 def test_runs_are_compared_in_a_table_and_on_a_page(
@@ -200,15 +186,6 @@ def test_folds_are_trained_one_after_another_and_never_twice(
     assert "--folds 1: must be 2 or more" in capsys.readouterr().err
 
 
-# --- the same from shards and from files ----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 images of two classes."""
-    return two_classes(tmp_path_factory.mktemp("small") / "set")
-
-
 class Corner:
     """A field that writes one value of its array, after it filled the arrays of the first rows."""
 
@@ -227,23 +204,16 @@ class Corner:
             out[0, 0, 0] = 1
 
 
-@pytest.mark.parametrize("source", ["shards", "files"])
-def test_the_array_of_an_own_field_starts_as_zeros(
-    shards: Path, tmp_path: Path, source: str
-) -> None:
+def test_the_array_of_an_own_field_starts_as_zeros(tmp_path: Path) -> None:
+    shards, images = two_classes(tmp_path / "set"), tmp_path / "images"
     wt.train(shards, tmp_path / "run", model=Linear, fields={"image": Corner()}, **PLAIN)
-    urls, field = shards, Corner(filled=24)
-    if source == "files":
-        urls = tmp_path / "images"
-        urls.mkdir()
-        for number in range(40):
-            (urls / f"{number:02d}.png").write_bytes(small_image(3))
-    options = {"model": Linear, "fields": {"image": field}, "batch_size": 8}
-    wt.predict(last(tmp_path / "run"), urls, tmp_path / "p.csv", **options)
-    assert field.dirty == 0
-
-
-# --- exported models ------------------------------------------------------------------------------
+    images.mkdir()
+    for number in range(40):
+        (images / f"{number:02d}.png").write_bytes(small_image(3))
+    for urls in (shards, images):
+        options = {"model": Linear, "fields": {"image": Corner(filled=24)}, "batch_size": 8}
+        wt.predict(last(tmp_path / "run"), urls, tmp_path / "p.csv", **options)
+        assert options["fields"]["image"].dirty == 0
 
 
 @pytest.mark.parametrize(
@@ -270,57 +240,80 @@ def test_an_exported_model_gives_the_numbers_of_predict(
     assert np.abs(exported - [row["y"] for row in table]).max() < scale / 100
 
 
-# --- the report -----------------------------------------------------------------------------------
+# --- losses of each training sample ---
 
-GARMENTS = "dress hat longsleeve outwear pants shirt shoes shorts skirt t-shirt scarf gloves"
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of a run with twelve classes, of about 100 validation images each."""
-    folder = tmp_path_factory.mktemp("garments")
-    image = small_image(0)
-    samples = ({"png": image if i % 7 else small_image(i), "cls": i % 12} for i in range(12 * 110))
-    wt.pack(samples, folder / "set", classes=GARMENTS.split())
-    options = {**SMALL, "batch_size": 120, "model": Linear}
-    wt.train(folder / "set", folder / "run", val=folder / "set", **options)
-    return (folder / "run" / "report.html").read_text()
+RECORDED: dict[str, Any] = {**SMALL, "model": Constant, "record": True}
 
 
-def test_numbers_of_a_confusion_matrix_do_not_break_over_lines(report: str) -> None:
-    """Cells of tables may break anywhere, so those of the matrix need a rule of their own."""
-    assert "Confusion matrix" in report
-    style = report[: report.index("</style>")].rpartition("<style>")[2]
-    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style)
-    breaks = [selector for selector, rule in rules if "anywhere" in rule]
-    whole = [selector for selector, rule in rules if "nowrap" in rule or "wrap:normal" in rule]
-    is_table = "<table class=matrix" in report.replace('"', "")
-    may_break = is_table and any(selector.strip() == "td" for selector in breaks)
-    assert not may_break or any("matrix" in selector for selector in whole)
+def recorded(run: Path) -> list[dict[str, Any]]:
+    return pq.read_table(run / "recorded.parquet").to_pylist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1200, 1920])
-def test_a_matrix_of_twelve_classes_is_not_cut(report: str, tmp_path: Path, width: int) -> None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        pytest.skip(f"no browser is installed: {', '.join(names)}")
-    script = (
-        "<script>addEventListener('load', () => {const cut = [];"
-        "document.querySelectorAll('section').forEach(part => {"
-        "if (part.scrollWidth > part.clientWidth + 4) cut.push(part.scrollWidth)});"
-        "document.title = 'cut: ' + cut.length})</script>"
-    )
-    (tmp_path / "report.html").write_text(report + script)
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1500"]
-    done = subprocess.run(
-        [browser, *words, "--dump-dom", f"file://{tmp_path}/report.html"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    counted = re.search(r"<title>cut: (\d+)</title>", done.stdout)
-    if counted is None:
-        pytest.skip(f"the browser does not draw pages here: {done.stderr[-200:]}")
-    assert counted[1] == "0"
+def by_class(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a loss of 1 for samples of class 0, and of 4 for those of class 1."""
+    return 0 * outputs.sum() + 1 + 3 * target.float()
+
+
+def test_the_table_has_the_training_loss_of_each_sample_and_the_report_the_hardest(
+    tmp_path: Path,
+) -> None:
+    """A model with constant outputs predicts one class for all, so half of them are right."""
+    shards, run = two_classes(tmp_path / "shards"), tmp_path / "run"
+    wt.train(shards, run, criterion=by_class, **{**RECORDED, "epochs": 3})
+    rows = recorded(run)
+    assert [row["key"] for row in rows] == wt.open(shards).keys(np.arange(40))
+    classes = [int(row["key"][1:]) % 2 for row in rows]
+    assert [row["loss"] for row in rows] == [(1.0, 4.0)[number] for number in classes]
+    assert {(row["epoch"], row["times"]) for row in rows} == {(2, 3)}
+    right = {(number, row["right"]) for number, row in zip(classes, rows, strict=True)}
+    assert sorted(right) in ([(0, 0.0), (1, 1.0)], [(0, 1.0), (1, 0.0)])
+    page = (run / "report.html").read_text()
+    card = page.partition("Hardest training samples")[2].partition("</section>")[0]
+    shown = re.findall(r"<figure><img[^>]*>.*?loss 4, shown 3 times.*?k(\d{3})<", card)
+    assert len(shown) >= 10
+    assert all(int(number) % 2 for number in shown)
+    assert wt.join(shards, run / "recorded.parquet", on="key").matched == 40
+    assert len(wt.open(shards).where("loss > 2 and right is not None")) == 20
+
+
+def test_a_resumed_run_writes_the_table_of_an_undisturbed_one(tmp_path: Path) -> None:
+    shards = two_classes(tmp_path / "shards", 44)
+    options = {**RECORDED, "model": Linear, "epochs": 3, "deterministic": True}
+    wt.train(shards, tmp_path / "whole", **options)
+    wt.train(shards, tmp_path / "run", callbacks=[Stop(1, 2)], **options)
+    wt.train(shards, tmp_path / "run", resume=True, **options)
+    assert recorded(tmp_path / "run") == recorded(tmp_path / "whole")
+    assert {row["times"] for row in recorded(tmp_path / "run")} <= {1, 2, 3}
+    wt.train(shards, tmp_path / "run", overwrite=True, **{**options, "record": False})
+    assert not (tmp_path / "run" / "recorded.parquet").exists()
+    assert "Hardest" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_numbers_have_no_column_right_and_a_loss_of_the_batch_is_that_of_each_sample(
+    tmp_path: Path,
+) -> None:
+    shards = numbers(tmp_path / "shards", [0.5, 1.5] * 8)
+    wt.train(shards, tmp_path / "run", **RECORDED)
+    losses = [
+        {name: row[name] for name in row if name != "key"} for row in recorded(tmp_path / "run")
+    ]
+    assert losses == [{"epoch": 0, "times": 1, "loss": 1.0}] * 16  # standardized
+    step = lambda batch, model: model(batch["image"]).sum() * 0 + 2.5  # noqa: E731
+    wt.train(shards, tmp_path / "step", training_step=step, **RECORDED)
+    assert {row["loss"] for row in recorded(tmp_path / "step")} == {2.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("y", {"mixup": 0.2}, "record=True needs a loss of each sample.*mixup=0.2"),
+        ("loss", {}, "record=True makes the columns 'loss'"),
+    ],
+)
+def test_mixed_images_and_a_used_name_are_refused_before_a_file_is_written(
+    tmp_path: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    shards = numbers(tmp_path / "shards", [0.5, 1.5] * 8, name)
+    with pytest.raises(wt.UsageError, match=message):
+        wt.train(shards, tmp_path / "run", **RECORDED, **options)
+    assert not (tmp_path / "run").exists()
