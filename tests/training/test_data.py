@@ -14,7 +14,8 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import encoded
-from tests.support.small_runs import Linear, Lines, last, rows_of
+from tests.support.small_runs import Linear, Lines, last, rows_of, saved
+from wdstrain.cli import main
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 8}
 KINDS = ("cat", "dog", "elk")
@@ -161,3 +162,23 @@ def test_usage_errors_import_no_torch(tmp_path: Path) -> None:
     )
     assert done.stdout == "2 False\n"
     assert "--lr -1.0: must be a finite number" in done.stderr
+
+
+def test_every_sample_is_scored_with_any_environment(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sum(sizes(wt.train(shards, tmp_path / "run", model=Linear, **QUICK))) == 72
+
+
+def test_the_image_size_may_be_height_and_width(shards: Path, tmp_path: Path) -> None:
+    """The model takes images of 4 x 16 pixels."""
+    model = "tests.support.small_runs:Linear"
+    (tmp_path / "recipe.toml").write_text("image_size = [4, 16]\n")
+    words = ["train", str(shards), "--model", model, "--epochs", "1", "--batch-size", "8"]
+    assert main([*words, "--out", f"{tmp_path}/flag", "--image-size", "4x16"]) == 0
+    assert main([*words, "--out", f"{tmp_path}/file", "--config", f"{tmp_path}/recipe.toml"]) == 0
+    wt.train(shards, tmp_path / "keyword", model=model, **{**QUICK, "image_size": (4, 16)})
+    for name in ("flag", "file", "keyword"):
+        assert saved(tmp_path / name)["1.weight"].shape == (3, 192)

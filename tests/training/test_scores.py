@@ -40,48 +40,42 @@ class Same(torch.nn.Module):
         return values * self.scale
 
 
-def packed(
-    out: Path,
-    outputs: Array,
-    values: list[Any],
-    kind: str,
-    classes: tuple[str, ...] = CLASSES,
-    **options: Any,
-) -> Path:
-    """Write a set whose arrays are the outputs of `Same`. values: the label of each sample."""
-    labels = [wt.Label("y", kind, "json", "y", classes if kind != "number" else ())]
+def packed(out: Path, outputs: Array, labels: list[wt.Label], values: dict[str, Any]) -> Path:
+    """Write a set whose arrays are the outputs of `Same`. values: of each label."""
+    rows = zip(outputs, *values.values(), strict=True)
     samples = (
-        {"__key__": f"k{i:04d}", "x.npy": row.astype(np.float32), "json": {"y": y}}
-        for i, (row, y) in enumerate(zip(outputs, values, strict=True))
+        {
+            "__key__": f"k{i:04d}",
+            "x.npy": row.astype(np.float32),
+            "json": dict(zip(values, own, strict=True)),
+        }
+        for i, (row, *own) in enumerate(rows)
     )
-    wt.pack(samples, str(out), labels=labels, **options)
+    wt.pack(samples, out, labels=labels)
     return out
 
 
-def image(outputs: int) -> wt.Field:
-    return wt.array("x.npy", shape=(outputs,), dtype="float32")
-
-
-def predicted(
-    folder: Path, outputs: Array, **options: Any
-) -> tuple[dict[str, float], list[dict[str, str]]]:
-    """Return metrics, and rows of predictions, of a model with these outputs on `folder`/set."""
-    given: dict[str, Any] = {"model": Same, "fields": {"image": image(outputs.shape[1])}}
-    shards, checkpoint = folder / "set", last(folder / "run")
-    wt.train(shards, folder / "run", **given, **QUIET)
-    wt.predict(checkpoint, shards, folder / "p.csv", **given, **options)
-    return wt.evaluate(checkpoint, shards, **given)[1], rows_of(folder / "p.csv")
+def given(outputs: int) -> dict[str, Any]:
+    field = wt.array("x.npy", shape=(outputs,), dtype="float32")
+    return {"model": Same, "fields": {"image": field}}
 
 
 def scored(
-    tmp_path: Path, outputs: Array, values: list[Any], kind: str, classes: tuple[str, ...] = CLASSES
+    folder: Path, outputs: Array, values: list[Any], kind: str, classes: tuple[str, ...] = CLASSES
 ) -> dict[str, float]:
-    """Return the metrics of a model with these outputs."""
-    packed(tmp_path / "set", outputs, values, kind, classes)
-    return predicted(tmp_path, outputs)[0]
+    """Return the metrics of a model with these outputs, and write its predictions to p.csv."""
+    label = wt.Label("y", kind, "json", "y", classes if kind != "number" else ())
+    shards, checkpoint = folder / "set", last(folder / "run")
+    packed(shards, outputs, [label], {"y": values})
+    options = given(outputs.shape[1])
+    wt.train(shards, folder / "run", **options, **QUIET)
+    wt.predict(
+        checkpoint, shards, folder / "p.csv", **options, probabilities=kind in ("class", "multi")
+    )
+    return wt.evaluate(checkpoint, shards, **options)[1]
 
 
-@pytest.mark.parametrize("there", [("a", "b", "c", "d"), ("a", "c", "d"), ("a", "b"), ("c",)])
+@pytest.mark.parametrize("there", [("a", "c", "d"), ("c",)])
 def test_classes_without_samples_are_in_no_mean(tmp_path: Path, there: tuple[str, ...]) -> None:
     rng = np.random.default_rng(0)
     true = np.array([there[i] for i in rng.integers(0, len(there), 90)])
@@ -97,13 +91,16 @@ def test_classes_without_samples_are_in_no_mean(tmp_path: Path, there: tuple[str
     assert scores["auroc"] == pytest.approx(np.mean(each), abs=0.001)
 
 
-@pytest.mark.parametrize("there", [4, 3, 1, 0])
-def test_tags_without_samples_are_excluded_from_means(tmp_path: Path, there: int) -> None:
-    rng = np.random.default_rng(1)
-    true = rng.random((90, 4)) < 0.3
+@pytest.mark.parametrize(("tags", "there"), [(4, 3), (4, 0), (1, 1)])
+def test_tags_without_samples_are_excluded_from_means(
+    tmp_path: Path, tags: int, there: int
+) -> None:
+    rng, names = np.random.default_rng(1), np.array(CLASSES[:tags])
+    true = rng.random((90, tags)) < 0.3
     true[:, there:] = False
-    outputs = rng.normal(size=(90, 4)) + 1.5 * true
-    scores = scored(tmp_path, outputs, [list(np.array(CLASSES)[row]) for row in true], "multi")
+    outputs = rng.normal(size=(90, tags)) + 1.5 * true
+    values = [names[row].tolist() for row in true]
+    scores = scored(tmp_path, outputs, values, "multi", CLASSES[:tags])
     assert scores["accuracy"] == pytest.approx(((outputs > 0) == true).mean())
     if not there:
         assert not {"auroc", "f1"} & set(scores)
@@ -114,7 +111,7 @@ def test_tags_without_samples_are_excluded_from_means(tmp_path: Path, there: int
     assert scores["f1"] == pytest.approx(np.mean(each))
 
 
-@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0, 200.0])
+@pytest.mark.parametrize("scale", [0.05, 200.0])
 @pytest.mark.parametrize("kind", ["binary", "class", "multi"])
 def test_auroc_is_right_for_any_certainty(tmp_path: Path, kind: str, scale: float) -> None:
     """The outputs of a batch may all lie in 0 to 1, as probabilities do."""
@@ -135,30 +132,12 @@ def test_auroc_is_right_for_any_certainty(tmp_path: Path, kind: str, scale: floa
 
 
 def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
-    outputs = np.random.default_rng(0).normal(size=(30, 4))
-    for name in ("train", "one", "other"):
-        packed(tmp_path / name, outputs, [CLASSES[i % 4] for i in range(30)], "class")
-    val = [tmp_path / "one", tmp_path / "other"]
-    options: dict[str, Any] = {"model": Same, "fields": {"image": image(4)}}
-    done = wt.train(tmp_path / "train", tmp_path / "run", val=val, **options, **QUIET)
+    outputs, label = np.eye(4)[np.arange(30) % 4], wt.Label("y", "class", "json", "y", CLASSES)
+    values = {"y": [CLASSES[i % 4] for i in range(30)]}
+    train, *val = (packed(tmp_path / name, outputs, [label], values) for name in "abc")
+    done = wt.train(train, tmp_path / "run", val=val, **given(4), **QUIET)
     assert done.val["samples"] == 60
-    checkpoint = last(tmp_path / "run")
-    assert wt.evaluate(checkpoint, val, **options)[1]["samples"] == 60
-
-
-def test_only_class_predictions_are_marked_wrong(tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).normal(size=(40, 1))
-    certain = np.eye(4)[np.zeros(40, int)]
-    for name, kind, outputs, values in (
-        ("number", "number", numbers, numbers[::-1, 0].tolist()),
-        ("right", "class", certain, ["a"] * 40),
-        ("other", "class", certain, ["b"] * 40),
-    ):
-        packed(tmp_path / name, outputs, values, kind)
-        options = {"model": Same, "fields": {"image": image(outputs.shape[1])}, **QUIET}
-        wt.train(tmp_path / name, tmp_path / f"run {name}", val=tmp_path / name, **options)
-        page = (tmp_path / f"run {name}" / "report.html").read_text()
-        assert ("<span class=wrong>" in page) == (name == "other")
+    assert wt.evaluate(last(tmp_path / "run"), val, **given(4))[1]["samples"] == 60
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.7e9])
@@ -167,47 +146,34 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
     rng = np.random.default_rng(0)
     outputs = rng.normal(size=(64, 1)).astype(np.float32)
     values = [mean + round(float(output), 2) for output in 3 * outputs[:, 0] + rng.normal(size=64)]
-    packed(tmp_path / "set", outputs, values, "number", ())
-    scores, rows = predicted(tmp_path, outputs)
+    scores, rows = scored(tmp_path, outputs, values, "number"), rows_of(tmp_path / "p.csv")
     guess, true = (np.array([float(row[name]) for row in rows]) for name in ("y", "y_true"))
     assert sorted(true) == sorted(values)
     assert scores["mse"] == pytest.approx(mean_squared_error(true, guess), rel=1e-5)
     assert scores["mae"] == pytest.approx(mean_absolute_error(true, guess), rel=1e-5)
     assert scores["r2"] == pytest.approx(r2_score(true, guess), rel=1e-5)
-    given: dict[str, Any] = {"model": Same, "fields": {"image": image(1)}}
     large = wt.open(tmp_path / "set").where(f"y > {mean}")  # their mean is not that of training
-    part, is_large = wt.evaluate(last(tmp_path / "run"), large, **given)[1], true > mean
+    part, is_large = wt.evaluate(last(tmp_path / "run"), large, **given(1))[1], true > mean
     assert part["r2"] == pytest.approx(r2_score(true[is_large], guess[is_large]), rel=1e-5)
     assert scores["mse_of_mean"] == pytest.approx(np.var(true), rel=1e-3)
 
 
 def test_numbers_that_are_all_equal_have_a_loss_of_their_size(tmp_path: Path) -> None:
     """The standard deviation of many 0.1 is only rounding error."""
-    assert scored(tmp_path, np.zeros((30, 1)), [0.1] * 30, "number", ())["loss"] < 1
+    assert scored(tmp_path, np.zeros((30, 1)), [0.1] * 30, "number")["loss"] < 1
 
 
 def test_a_table_of_predictions_has_the_ranks_of_the_metrics(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     true = rng.integers(0, 3, 90)
     outputs = 8 * (rng.normal(size=(90, 3)) + np.eye(3)[true] - [0.0, 1.5, 3.0])
-    packed(tmp_path / "set", outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
-    scores, rows = predicted(tmp_path, outputs, probabilities=True)
+    scores = scored(tmp_path, outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
+    rows = rows_of(tmp_path / "p.csv")
     areas = [
         roc_auc_score([row["y_true"] == c for row in rows], [float(row[f"y_{c}"]) for row in rows])
         for c in CLASSES[:3]
     ]
     assert scores["auroc"] == pytest.approx(np.mean(areas), abs=0.002)
-
-
-def test_a_single_tag_is_learned_and_scored(tmp_path: Path) -> None:
-    numbers = np.arange(40)
-    true = numbers % 3 == 0
-    outputs = np.where((numbers % 5 == 0) == true, -1.0, 1.0)[:, None]
-    values = [["a"] if has_tag else [] for has_tag in true]
-    scores = scored(tmp_path, outputs, values, "multi", ("a",))
-    assert scores["accuracy"] == scores["exact"] == pytest.approx(0.8)
-    assert scores["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
-    assert scores["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))
 
 
 def test_precision_calibration_and_own_metrics_are_those_of_several_labels(tmp_path: Path) -> None:
@@ -219,18 +185,11 @@ def test_precision_calibration_and_own_metrics_are_those_of_several_labels(tmp_p
         wt.Label("y", "class", "json", "y", CLASSES[:3]),
         wt.Label("tags", "multi", "json", "tags", CLASSES[:3]),
     ]
-    samples = (
-        {
-            "x.npy": row.astype(np.float32),
-            "json": {"y": CLASSES[y], "tags": np.array(CLASSES[:3])[own].tolist()},
-        }
-        for row, y, own in zip(outputs, true, has, strict=True)
-    )
-    wt.pack(samples, tmp_path / "set", labels=labels)
-    given: dict[str, Any] = {"model": Same, "fields": {"image": image(6)}}
-    wt.train(tmp_path / "set", tmp_path / "run", label="y,tags", **given, **QUIET)
-    given["metrics"] = {"y/kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=3)}
-    scores = wt.evaluate(last(tmp_path / "run"), tmp_path / "set", **given)[1]
+    tags = [np.array(CLASSES[:3])[own].tolist() for own in has]
+    packed(tmp_path / "set", outputs, labels, {"y": [CLASSES[y] for y in true], "tags": tags})
+    wt.train(tmp_path / "set", tmp_path / "run", label="y,tags", **given(6), **QUIET)
+    own = {"y/kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=3)}
+    scores = wt.evaluate(last(tmp_path / "run"), tmp_path / "set", metrics=own, **given(6))[1]
     guess, shares = outputs[:, :3].argmax(1), np.exp(outputs[:, :3])
     assert scores["y/kappa"] == pytest.approx(cohen_kappa_score(true, guess), abs=1e-6)
     precision = [average_precision_score(has[:, i], outputs[:, 3 + i]) for i in range(2)]

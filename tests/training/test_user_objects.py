@@ -9,14 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.nn import functional
 
 import wdstrain as wt
 from tests.conftest import ROOT
 from tests.support.small_runs import (
+    PLAIN,
     SMALL,
     Linear,
     Lines,
@@ -167,6 +170,107 @@ def test_a_loss_is_trained_and_keeps_its_state(shards: Path, tmp_path: Path, fro
     assert (losses[0].scale.item() == 1.0) == frozen
     torch.testing.assert_close(losses[2].state_dict(), losses[0].state_dict())
     torch.testing.assert_close(saved(tmp_path / "run"), saved(tmp_path / "whole"))
+
+
+class Student(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(192, 5), nn.Linear(5, outputs)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        features = functional.relu(self.body(image.flatten(1)))
+        return self.head(functional.dropout(features, 0.2, self.training))
+
+
+def as_without(batch: dict[str, Any], model: Any) -> torch.Tensor:
+    assert sorted(batch) == ["__key__", "image", "label"]
+    return functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+
+
+class Distilled(nn.Module):
+    """Outputs of a student that a trained layer maps to those of a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.teacher = nn.Linear(192, 7).requires_grad_(False)
+        self.mapped = nn.Linear(2, 7)
+
+    def forward(self, batch: dict[str, Any], model: Any) -> torch.Tensor:
+        outputs, wanted = model(batch["image"]), self.teacher(batch["image"].flatten(1))
+        own = functional.mse_loss(self.mapped(outputs), wanted)
+        return own + functional.cross_entropy(outputs, batch["label"])
+
+
+STEPS: dict[str, Any] = {**SMALL, "epochs": 2, "lr": 0.01, "deterministic": True}
+STEPS |= {"schedule": "onecycle", "label": "label:class", "model": Student}
+
+
+def test_a_step_that_does_what_training_does_gives_its_bits(shards: Path, tmp_path: Path) -> None:
+    plain = wt.train(shards, tmp_path / "plain", **STEPS)
+    own = wt.train(shards, tmp_path / "own", training_step=as_without, **STEPS)
+    torch.testing.assert_close(own.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    assert own.val == plain.val
+    assert own.epochs[-1]["loss"] == plain.epochs[-1]["loss"]
+    assert "accuracy" not in own.epochs[-1]  # outputs of a step are not known
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "ema": 0.9, "amp": "bf16"}], ids=str)
+def test_a_loss_that_needs_the_model_is_learned_and_resumed(
+    shards: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = {**STEPS, **more}
+    whole = wt.train(shards, tmp_path / "whole", training_step=Distilled(), **options)
+    assert whole.epochs[1]["loss"] < whole.epochs[0]["loss"]
+    for again in ({"callbacks": [Stop(1, 2)]}, {"resume": True}):
+        wt.train(shards, tmp_path / "run", training_step=Distilled(), **again, **options)
+    states = [torch.load(last(tmp_path / name), weights_only=True) for name in ("run", "whole")]
+    for name in ("model", "optimizer", "criterion_state"):
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0)
+    with pytest.raises(wt.UsageError, match="training_step was .*, is None"):
+        wt.train(shards, tmp_path / "run", resume=True, **options)
+
+
+class Weights(wt.Callback):
+    """Callback that keeps the first weights after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen.append(next(trainer.model.parameters()).detach().clone())
+
+
+def test_a_step_whose_gradient_overflows_is_skipped(shards: Path, tmp_path: Path) -> None:
+    weights, calls = Weights(), list[int]()
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but with an infinite gradient
+        return functional.cross_entropy(outputs, target, reduction="none") * planted
+
+    options = {**STEPS, "batch_size": 4, "epochs": 1, "amp": "fp16", "callbacks": [weights]}
+    done = wt.train(shards, tmp_path / "run", criterion=loss, **options)
+    assert done.epochs[0]["skipped_steps"] == 2
+    pairs = zip(weights.seen[:3], weights.seen[1:4], strict=True)
+    assert [torch.equal(*pair) for pair in pairs] == [True, True, False]
+    assert "skipped_steps" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+class Loud(nn.Sequential):
+    """A model of two numbers, which overflows 16 bits where one is large."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(nn.Linear(2, 8), nn.Linear(8, outputs))
+
+
+def test_steps_that_all_overflow_16_bits_end_the_run(tmp_path: Path) -> None:
+    arrays = [np.array([1e9, i % 2], np.float32) for i in range(64)]
+    wt.pack(({"x.npy": x, "cls": i % 2} for i, x in enumerate(arrays)), tmp_path / "set")
+    fields = {"image": wt.array("x.npy", shape=(2,), dtype="float32")}
+    options = {**PLAIN, "batch_size": 2, "model": Loud, "fields": fields, "amp": "fp16"}
+    with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
+        wt.train(tmp_path / "set", tmp_path / "run", **options)
 
 
 class Counter(wt.Callback):
