@@ -40,15 +40,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return two_classes(out, split={"train": 0.6, "val": 0.4}, seed=1)
 
 
-class Optimizers(wt.Callback):
-    """Records values of the groups of the optimizer after each step."""
+class EachStep(wt.Callback):
+    """Keeps the values of a function of the trainer after each step."""
 
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[Any, ...]]] = []
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.seen = function, list[Any]()
 
     def on_step_end(self, trainer: Any) -> None:
-        names = ("lr", "momentum", "nesterov")
-        self.steps.append([tuple(map(own.get, names)) for own in trainer.optimizer.param_groups])
+        self.seen.append(self.function(trainer))
 
 
 def test_groups_of_an_optimizer_keep_the_values_that_its_function_gave(
@@ -57,15 +56,11 @@ def test_groups_of_an_optimizer_keep_the_values_that_its_function_gave(
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         first, *others = [parameter for group in groups for parameter in group["params"]]
         own = [{"params": [first], "lr": 1e-3, "momentum": 0.5}, {"params": others}]
-        return torch.optim.SGD(own, lr=1e-5, momentum=0.7, nesterov=False)
+        return torch.optim.SGD(own, lr=torch.tensor(1e-5), momentum=0.7, foreach=False)
 
-    seen = Optimizers()
-    options = {**SMALL, "model": Linear}
-    wt.train(shards, tmp_path / "run", optimizer=make, callbacks=[seen], **options)
-    assert seen.steps == [[(1e-3, 0.5, False), (1e-5, 0.7, False)]] * 3
-    with_tensor = lambda own: torch.optim.AdamW(own, lr=torch.tensor(0.01), foreach=False)  # noqa: E731
-    run = wt.train(shards, tmp_path / "tensor", optimizer=with_tensor, **options)
-    assert run.epochs[0]["lr"] == pytest.approx(0.01)
+    own = EachStep(lambda run: [(g["lr"], g["momentum"]) for g in run.optimizer.param_groups])
+    wt.train(shards, tmp_path / "run", optimizer=make, callbacks=[own], model=Linear, **SMALL)
+    assert own.seen == [[(1e-3, 0.5), (pytest.approx(1e-5), 0.7)]] * 3
 
 
 class PartlyFrozen(nn.Module):
@@ -96,80 +91,44 @@ def test_parameters_that_a_model_froze_stay_as_they_are(
 
 
 class Watched(nn.Module):
-    """A layer that can be frozen, and a layer beside it without parameters of its own."""
+    """A layer that can be frozen, and a layer beside it that watches its mode."""
 
-    def __init__(self, outputs: int, layer: Callable[[], nn.Module]) -> None:
+    def __init__(self, outputs: int, layer: nn.Module) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
-        self.layer, self.last = layer(), nn.Linear(4, outputs)
+        self.layer, self.last = layer, nn.Linear(4, outputs)
         self.modes: list[bool] = []
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.modes.append(self.layer.training)
+        self.modes.append(self.layer.training)
         return self.last(self.layer(self.second(self.first(image))).mean((2, 3)))
 
 
 class Lerp(nn.Module):
-    """A layer that follows the mean of its inputs in a buffer, as an own normalization does."""
+    """A layer without parameters that follows the mean of its inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.lerp_(values.detach().mean(), 0.1)
+        self.mean.lerp_(values.detach().mean(), 0.1 * self.training)
         return values - self.mean
 
 
 @pytest.mark.parametrize(
     "layer",
-    [
-        lambda: nn.BatchNorm2d(4, affine=False),
-        lambda: nn.BatchNorm2d(4),
-        lambda: nn.Dropout(),
-        Lerp,
-    ],
+    [nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4), nn.Dropout(), Lerp()],
     ids=["batch norm", "batch norm with parameters", "dropout", "own"],
 )
 def test_freezing_one_layer_leaves_others_in_training_mode(
-    shards: Path, tmp_path: Path, layer: Callable[[], nn.Module]
+    shards: Path, tmp_path: Path, layer: nn.Module
 ) -> None:
     make = lambda outputs: Watched(outputs, layer)  # noqa: E731
-    run = wt.train(shards, tmp_path / "run", model=make, freeze="first", **SMALL)
+    train = f"{shards}/train-*.tar"
+    run = wt.train(train, tmp_path / "run", model=make, freeze="first", **SMALL)
     assert isinstance(run.model, Watched)
     assert run.model.modes[-3:] == [True] * 3
-
-
-class Temperature(nn.Module):
-    """Cross entropy with a scale to learn, and the number of its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.calls: torch.Tensor
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-        scores = outputs * self.scale * (1 + self.calls / 10)
-        return nn.functional.binary_cross_entropy_with_logits(scores[:, 1], target.float())
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["parameters", "buffers"])
-def test_a_loss_is_trained_and_keeps_its_state(shards: Path, tmp_path: Path, frozen: bool) -> None:
-    """The run that was stopped goes on with a loss that was made anew, as a new process does."""
-    losses = [Temperature().requires_grad_(not frozen) for _ in range(3)]
-    options = {**SMALL, "model": Linear, "epochs": 2, "lr": 0.1}
-    wt.train(shards, tmp_path / "whole", criterion=losses[0], **options)
-    wt.train(shards, tmp_path / "run", criterion=losses[1], callbacks=[Stop(1, 1)], **options)
-    wt.train(shards, tmp_path / "run", criterion=losses[2], resume=True, **options)
-    assert (losses[0].scale.item() == 1.0) == frozen
-    torch.testing.assert_close(losses[2].state_dict(), losses[0].state_dict())
-    torch.testing.assert_close(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
 
 class Student(nn.Module):
@@ -194,12 +153,25 @@ class Distilled(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.teacher = nn.Linear(192, 7).requires_grad_(False)
-        self.mapped = nn.Linear(2, 7)
+        self.own = nn.Linear(2, 7)
 
     def forward(self, batch: dict[str, Any], model: Any) -> torch.Tensor:
         outputs, wanted = model(batch["image"]), self.teacher(batch["image"].flatten(1))
-        own = functional.mse_loss(self.mapped(outputs), wanted)
+        own = functional.mse_loss(self.own(outputs), wanted)
         return own + functional.cross_entropy(outputs, batch["label"])
+
+
+class Temperature(nn.Module):
+    """Cross entropy with a scale to learn, and the number of its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += int(self.training)
+        return functional.cross_entropy(outputs * self.own * (1 + self.calls / 10), target)
 
 
 STEPS: dict[str, Any] = {**SMALL, "epochs": 2, "lr": 0.01, "deterministic": True}
@@ -216,33 +188,30 @@ def test_a_step_that_does_what_training_does_gives_its_bits(shards: Path, tmp_pa
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "ema": 0.9, "amp": "bf16"}], ids=str)
-def test_a_loss_that_needs_the_model_is_learned_and_resumed(
-    shards: Path, tmp_path: Path, more: dict[str, Any]
+@pytest.mark.parametrize(
+    ("name", "make"), [("training_step", Distilled), ("criterion", Temperature)]
+)
+def test_a_loss_with_parameters_is_learned_and_resumed(
+    shards: Path, tmp_path: Path, name: str, make: Any, more: dict[str, Any]
 ) -> None:
-    options = {**STEPS, **more}
-    whole = wt.train(shards, tmp_path / "whole", training_step=Distilled(), **options)
+    """The run that was stopped goes on with a loss that was made anew, as a new process does."""
+    options, loss = {**STEPS, **more}, make()
+    whole = wt.train(shards, tmp_path / "whole", **{name: loss}, **options)
     assert whole.epochs[1]["loss"] < whole.epochs[0]["loss"]
+    before, after = ([p for p in own.parameters() if p.requires_grad] for own in (make(), loss))
+    assert not torch.equal(before[0], after[0])
     for again in ({"callbacks": [Stop(1, 2)]}, {"resume": True}):
-        wt.train(shards, tmp_path / "run", training_step=Distilled(), **again, **options)
-    states = [torch.load(last(tmp_path / name), weights_only=True) for name in ("run", "whole")]
-    for name in ("model", "optimizer", "criterion_state"):
-        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0)
-    with pytest.raises(wt.UsageError, match="training_step was .*, is None"):
+        wt.train(shards, tmp_path / "run", **{name: make()}, **again, **options)
+    states = [torch.load(last(tmp_path / run), weights_only=True) for run in ("run", "whole")]
+    for part in ("model", "optimizer", "criterion_state"):
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+    with pytest.raises(wt.UsageError, match=f"{name} was .*, is None"):
         wt.train(shards, tmp_path / "run", resume=True, **options)
 
 
-class Weights(wt.Callback):
-    """Callback that keeps the first weights after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.seen.append(next(trainer.model.parameters()).detach().clone())
-
-
 def test_a_step_whose_gradient_overflows_is_skipped(shards: Path, tmp_path: Path) -> None:
-    weights, calls = Weights(), list[int]()
+    calls = list[int]()
+    weights = EachStep(lambda run: next(run.model.parameters()).detach().clone())
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -380,40 +349,39 @@ def test_weights_are_found_in_checkpoints_of_other_trainers(
     torch.testing.assert_close(saved(tmp_path / "run"), state)
 
 
-def torch_settings() -> dict[str, Any]:
-    return {
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "only warned of": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "filled memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        "benchmark": torch.backends.cudnn.benchmark,
-        "precision": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
-    }
+def torch_settings() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+    )
 
 
 def test_settings_of_torch_are_the_same_after_a_call(
     shards: Path, earlier: Path, tmp_path: Path
 ) -> None:
-    val, options = f"{shards}/val-*.tar", {**SMALL, "model": Linear}
-    before = torch_settings()
+    was_deterministic, _, _, had_benchmark, precision, _, _ = torch_settings()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("medium")
     try:
         chosen = torch_settings()
-        wt.train(shards, tmp_path / "run", tf32=True, **options)
-        assert torch_settings() == chosen
-        wt.train(shards, tmp_path / "same", deterministic=True, **options)
-        assert torch_settings() == chosen
-        wt.evaluate(earlier, val)
-        wt.predict(earlier, val, tmp_path / "p.csv")
-        wt.export(earlier, tmp_path / "m.pt2")
-        assert torch_settings() == chosen
+        for call in (
+            lambda: wt.train(shards, tmp_path / "run", tf32=True, **SMALL),
+            lambda: wt.train(shards, tmp_path / "same", deterministic=True, **SMALL),
+            lambda: wt.evaluate(earlier, f"{shards}/val-*.tar"),
+            lambda: wt.export(earlier, tmp_path / "m.pt2"),
+        ):
+            call()
+            assert torch_settings() == chosen
     finally:
-        torch.use_deterministic_algorithms(before["deterministic"])
-        torch.backends.cudnn.benchmark = before["benchmark"]
-        torch.set_float32_matmul_precision(before["precision"])
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.backends.cudnn.benchmark = had_benchmark
+        torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.parametrize("value", [False, True, "no"])
@@ -431,33 +399,13 @@ def test_a_progress_that_is_no_display_is_obeyed_or_refused_by_name(
         unless_refused(call, "progress")
 
 
-class Recorder(wt.Callback):
-    """Records the names of the called hooks."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_train_start(self, trainer: Any) -> None:
-        self.calls.append("train start")
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.calls.append(f"step {trainer.state.step}")
-
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        self.calls.append(f"epoch {metrics['epoch']}")
-
-    def on_checkpoint(self, trainer: Any, path: str) -> None:
-        self.calls.append("checkpoint" if Path(path).is_file() else "no checkpoint")
-
-    def on_train_end(self, trainer: Any) -> None:
-        self.calls.append("train end")
-
-
 def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
-    recorder = Recorder()
+    calls, recorder = list[str](), wt.Callback()
+    for name in ("train_start", "step_end", "epoch_end", "checkpoint", "train_end"):
+        setattr(recorder, f"on_{name}", lambda *_, name=name: calls.append(name))
     wt.train(shards, tmp_path / "run", callbacks=[recorder], **SMALL)
-    steps = [f"step {step}" for step in range(1, 4)]
-    assert recorder.calls == ["train start", *steps, "epoch 0", "checkpoint", "train end"]
+    steps = ["step_end"] * 3
+    assert calls == ["train_start", *steps, "epoch_end", "checkpoint", "train_end"]
 
 
 @pytest.mark.slow
