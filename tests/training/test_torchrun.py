@@ -1,7 +1,4 @@
-"""Several processes share every batch and train as one process, with FSDP too.
-
-With FSDP each process holds a part of the model. A dead process ends the job.
-"""
+"""Several processes share every batch and train as one process, with FSDP too."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -14,7 +15,6 @@ import torch
 
 import wdstrain as wt
 from tests.support.children import ended
-from tests.support.servers import serving
 from tests.support.small_runs import PLAIN, SMALL, Linear, last, rows_of, small_image, two_classes
 from wdstrain.cli import main
 
@@ -197,40 +197,33 @@ def test_a_non_finite_target_is_a_bad_sample(tmp_path: Path, value: float) -> No
     assert np.isfinite(done.epochs[0]["loss"])
 
 
-def test_training_has_max_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [{"__key__": f"k{i}", "png": small_image(i), "cls": i % 2} for i in range(40)]
-    samples[7]["png"] = b"\x89PNG\r\n\x1a\n nothing"
-    wt.pack(samples, tmp_path / "set", classes=["no", "yes"])
-    sizes = ["--batch-size", "8", "--image-size", "8"]
-    words = ["train", str(tmp_path / "set"), "--epochs", "1", *sizes]
-    out = ["--out", str(tmp_path / "run")]
-    assert main([*words, *out, "--max-errors", "0.1"]) == 2  # may replace no sample
-    assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
-    assert main([*words, *out, "--on-error", "replace"]) == 1
-    assert "hint: Allow a greater share of bad samples to go on." in capsys.readouterr().err
-    assert main([*words, *out, "--overwrite", "--on-error", "replace", "--max-errors", "0.1"]) == 0
+def test_max_errors_needs_on_error_and_has_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = ({"png": GOOD if i else BAD, "cls": i % 2} for i in range(40))
+    wt.pack(fields, tmp_path / "set", classes=["no", "yes"])
+    words = ["train", str(tmp_path / "set"), "--epochs", "1", "--batch-size", "8"]
+    words += ["--image-size", "8", "--out", str(tmp_path / "run")]
     checkpoint = str(tmp_path / "run" / "checkpoints" / "best.pt")
     evaluate = ["evaluate", checkpoint, str(tmp_path / "set"), "--on-error", "replace"]
-    assert main(evaluate) == 1
-    assert main([*evaluate, "--max-errors", "0.1"]) == 0
+    hint, more = "hint: Allow a greater share of bad samples", ["--max-errors", "0.1"]
+    for command, status, text in (
+        ([*words, *more], 2, "--max-errors 0.1 needs --on-error replace"),
+        ([*words, "--on-error", "replace"], 1, hint),
+        ([*words, "--overwrite", "--on-error", "replace", *more], 0, ""),
+        (evaluate, 1, hint),
+        ([*evaluate, *more], 0, ""),
+    ):
+        assert main(command) == status
+        assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["a file in the way", "no space"])
 def test_an_output_that_cannot_be_written_is_named_before_any_work(
-    shards: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    fault: str,
-    capsys: pytest.CaptureFixture[str],
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if fault == "a file in the way":
-        folder, words = tmp_path / "file", ""
-        folder.write_text("")
-    else:
-        folder, words = request.getfixturevalue("small_disk"), "No space left"
-        (folder / "rest").write_bytes(bytes(1 << 20))
-    damaged = tmp_path / "no-checkpoint.pt"  # read later than the output is checked
-    damaged.write_bytes(b"nothing")
+    folder, damaged = tmp_path / "file", tmp_path / "no-checkpoint.pt"
+    folder.write_text("")
+    damaged.write_bytes(b"nothing")  # read later than the output is checked
     for command in (
         ["train", str(shards), "--batch-size", "999", "--out", str(folder / "run")],
         ["predict", str(damaged), str(shards), "--out", str(folder / "p.csv")],
@@ -238,47 +231,36 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     ):
         assert main(command) == 1
         error, hint = capsys.readouterr().err.splitlines()
-        assert error.startswith(f"error: {command[-1]} cannot be written: {words}")
+        assert error.startswith(f"error: {command[-1]} cannot be written: ")
         assert hint.startswith(("hint: Choose another folder", "hint: Name a file in another"))
-    assert not folder.is_dir() or os.listdir(folder) == ["rest"]
 
 
-def test_options_may_be_numpy_numbers_paths_and_devices(shards: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lr": np.float64(1e-3), "epochs": np.int64(1), "keep": 3.0}
-    options |= {"compile": np.bool_(False), "device": torch.device("cpu")}
-    options |= {"cache_dir": tmp_path / "cache", "cache_limit": 10**9}
-    fields = {"image": wt.image(size=np.int64(8))}
-    wt.train(shards, tmp_path / "run", fields=fields, **{**SMALL, **options})
-    lines = {"lr = 0.001", "epochs = 1", "keep = 3", "compile = false", 'device = "cpu"'}
-    saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
-    assert lines | {'cache_limit = "1000000000"'} <= set(saved)
-
-
-def test_paths_are_saved_as_absolute_paths(
+def test_options_may_be_numpy_numbers_and_paths_which_are_saved_as_absolute_paths(
     shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     (tmp_path / "a" / "first.pt").write_bytes(run.read_bytes())
     monkeypatch.chdir(tmp_path / "a")
-    wt.train(shards, tmp_path / "run", cache_dir=Path("cache"), weights=Path("first.pt"), **SMALL)
+    options: dict[str, Any] = {"lr": np.float64(1e-3), "epochs": np.int64(1), "keep": 3.0}
+    options |= {"compile": np.bool_(False), "device": torch.device("cpu")}
+    options |= {"cache_dir": Path("cache"), "cache_limit": 10**9, "weights": Path("first.pt")}
+    wt.train(shards, tmp_path / "run", **{**SMALL, **options})
+    lines = {"lr = 0.001", "epochs = 1", "keep = 3", "compile = false", 'device = "cpu"'}
+    lines |= {f'cache_dir = "{tmp_path}/a/cache"', f'weights = "{tmp_path}/a/first.pt"'}
     saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
-    assert f'cache_dir = "{tmp_path}/a/cache"' in saved
-    assert f'weights = "{tmp_path}/a/first.pt"' in saved
+    assert lines | {'cache_limit = "1000000000"'} <= set(saved)
     monkeypatch.chdir(tmp_path / "b")
     assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--epochs", "2"]) == 0
 
 
 def test_a_module_is_trained_as_a_copy(shards: Path, tmp_path: Path) -> None:
     model = Linear(1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     done = wt.train(shards, tmp_path / "run", model=model, **SMALL)
-    assert not torch.equal(done.model.state_dict()["1.weight"], before["1.weight"])
     wt.evaluate(last(tmp_path / "run"), f"{shards}/val-*.tar", model=model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(wt.UsageError, match="must be"):
-        wt.train(shards, tmp_path / "other", model=Linear(3), **SMALL)
-    assert not (tmp_path / "other").exists()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not torch.equal(done.model.state_dict()["1.weight"], before["1.weight"])
 
 
 @pytest.mark.parametrize("make", [functools.partial(Linear, inputs=192), Linear(1)])
@@ -296,19 +278,15 @@ def test_a_run_started_from_python_resumes_from_the_shell(
 
 
 MINE = """
-import torch
-class Net(torch.nn.Module):
+from tests.support.small_runs import Linear
+class Net(Linear):
     def __init__(self, outputs):
         import parts
-        super().__init__()
-        self.last = parts.linear(outputs)
+        super().__init__(outputs)
     def forward(self, x):
-        if self.training:
-            import late
-            x = x * late.scale
-        return self.last(x.flatten(1))
+        import late
+        return super().forward(x)
 """
-PARTS = "import torch\ndef linear(outputs): return torch.nn.Linear(192, outputs)\n"
 TRAIN = """
 import os, sys
 os.chdir(sys.argv.pop(1))
@@ -319,22 +297,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_model_can_import_modules_beside_it_at_any_time(shards: Path, tmp_path: Path) -> None:
-    for name, text in (("parts", PARTS), ("late", "scale = 1.0\n"), ("mine", MINE)):
+    for name, text in (("parts", ""), ("late", ""), ("mine", MINE)):
         (tmp_path / f"{name}.py").write_text(text)
     words = f"train {shards} --out run --model mine:Net --epochs 1 --image-size 8 --batch-size 8"
     done = ended(TRAIN, tmp_path, *words.split())
     assert done.status == 0, done.err
-
-
-def test_a_regression_run_resumes_with_shards_on_a_server(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).normal(size=200).tolist()
-    samples = ({"__key__": f"{i:03d}", "png": GOOD, "json": {"y": y}} for i, y in enumerate(values))
-    wt.pack(samples, tmp_path / "set", labels=[wt.Label("y", "number", "json", "y")])
-    options = {**SMALL, "batch_size": 100}
-    wt.train(tmp_path / "set", tmp_path / "run", **options)
-    with serving(tmp_path / "set") as server:
-        done = wt.train(server.url, tmp_path / "run", resume=True, **{**options, "epochs": 2})
-    assert len(done.epochs) == 2
 
 
 def test_a_named_pipe_among_images_is_skipped_without_waiting(run: Path, tmp_path: Path) -> None:
