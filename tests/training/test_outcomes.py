@@ -22,35 +22,33 @@ from tests.support.small_runs import rows_of
 from wdstrain.augment.gpu import IMAGENET
 from wdstrain.cli import main
 from wdstrain.loader.stats import EpochStats
-from wdstrain.report import charts, pages
+from wdstrain.report import charts
 from wdstrain.training.checkpoint import load_checkpoint
 from wdstrain.training.config import STAGES
 from wdstrain.training.run_dir import verdict
 from wdstrain.training.train import train
 
 OPTIONS: dict[str, Any] = {"epochs": 8, "batch_size": 16, "image_size": 16, "lr": 0.01}
-ONCE: dict[str, Any] = {**OPTIONS, "epochs": 1}
+SHADES = ("dark", "<grey>", "light")
 
 
 @pytest.fixture(scope="module")
 def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of images with four labels: 2 classes, 3 classes, several of 3 tags, a number."""
-    folder = tmp_path_factory.mktemp("bright")
-    rng = np.random.default_rng(0)
-    (folder / "img").mkdir()
-    rows = []
-    for i in range(200):
-        light = float(rng.random())
+    folder, rows, rng = tmp_path_factory.mktemp("bright"), [], np.random.default_rng(0)
+    for light in rng.random(200).tolist():
         pixels = np.clip(rng.normal(40 + 170 * light, 10, (16, 16, 3)), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / "img" / f"{i:03d}.png")
-        edges = {"dim": light < 0.7, "lit": light > 0.3, "white": light > 0.8}
-        kind, shade = ("no", "yes")[light > 0.5], ("dark", "<grey>", "light")[int(light * 3)]
-        labels = {"kind": kind, "shade": shade, "tags": [n for n, is_so in edges.items() if is_so]}
-        rows.append({"file": f"img/{i:03d}.png", **labels, "light": light})
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["convert", "table", str(folder / "log.jsonl"), str(folder / "out"), "--image", "file"]
-    words += ["--label", "kind,shade,tags:multi,light", "--split", "train=0.8,val=0.2"]
-    assert main(words) == 0
+        tags = {"dim": light < 0.7, "lit": light > 0.3, "white": light > 0.8}
+        kind, shade = ("no", "yes")[light > 0.5], SHADES[int(light * 3)]
+        labels = {"kind": kind, "shade": shade, "light": light}
+        rows.append({"png": pixels, "json": {**labels, "tags": [n for n in tags if tags[n]]}})
+    labels = [
+        wt.Label("kind", "class", "json", "kind", ("no", "yes")),
+        wt.Label("shade", "class", "json", "shade", SHADES),
+        wt.Label("tags", "multi", "json", "tags", ("dim", "lit", "white")),
+        wt.Label("light", "number", "json", "light"),
+    ]
+    wt.pack(rows, folder / "out", labels=labels, split={"train": 0.8, "val": 0.2})
     return folder
 
 
@@ -92,7 +90,7 @@ def test_predictions_have_a_row_for_every_image_and_count_other_files(
     assert [(row["key"], row["kind"]) for row in rows_of(table)] == [("black.jpg", "no")]
 
 
-def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, bright: Path, tmp_path: Path) -> None:
+def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="not installed: pip install onnx onnxscript")
     from onnx.reference import ReferenceEvaluator
 
@@ -101,7 +99,7 @@ def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, bright: Path, tmp_p
     columns = [("kind", 1), ("shade", 3), ("tags", 3), ("light", 1)]
     about = json.loads((tmp_path / "model.onnx.json").read_text())["outputs"]
     assert [(output["label"], output["columns"]) for output in about] == columns
-    pixels = np.array(Image.open(bright / "img" / "000.png"), np.float32).transpose(2, 0, 1)[None]
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 3, 16, 16)).astype(np.float32)
     mean, std = (255 * np.array(values).reshape(3, 1, 1) for values in IMAGENET)
     model, setup = load_checkpoint(best)
     with torch.no_grad():
@@ -173,7 +171,7 @@ def linear(outputs: int) -> torch.nn.Module:
 
 @pytest.mark.parametrize("slow", ["field", "disk"])
 def test_a_slow_stage_is_named(bright: Path, tmp_path: Path, slow: str) -> None:
-    options: dict[str, Any] = {**ONCE, "label": "kind", "model": linear}
+    options: dict[str, Any] = {**OPTIONS, "epochs": 1, "label": "kind", "model": linear}
     with serving(bright / "out", delay=0.3) as server:
         urls, stage = server.url, r"read \d+%, storage gives \d+ MB/s;"
         if slow == "field":
@@ -196,13 +194,8 @@ def test_a_verdict_estimates_the_gain_of_more_workers_and_names_nothing_after_a_
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     assert meter.verdict_of("GPU", 2.0).endswith("1 more worker would give about 200 samples/s")
-    meter.decoders, meter.decode_seconds = 2, 20.0
-    assert "All 2 cores are taken" in meter.verdict_of("GPU", 2.0)
     meter.wait_seconds, meter.loop_seconds = 0.1, 9.9
-    assert (
-        meter.verdict_of("GPU", 9.5)
-        == "GPU bound: it was busy 95% of the time and waited for data 1.0%"
-    )
+    assert meter.verdict_of("GPU", 9.5).startswith("GPU bound: it was busy 95% of the time")
     short = EpochStats(batches=44, samples=1400, decode_seconds=2.0).report()
     spent = {"data": 0.4, "copy": 0.0, "compute": 2.0, "optimizer": 0.6}
     assert verdict(short, spent, "model").startswith("no bottleneck is named")
@@ -230,11 +223,7 @@ def test_a_verdict_estimates_the_gain_of_more_workers_and_names_nothing_after_a_
     ],
 )
 def test_unusable_options_are_refused_before_any_write(
-    bright: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    words: str,
+    bright: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, words: str
 ) -> None:
     (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
     monkeypatch.chdir(tmp_path)
@@ -251,14 +240,12 @@ def test_flags_override_options_of_a_file_and_all_are_saved(
     options = 'label = "kind"\nepochs = 7\nbatch_size = 16\nimage_size = 8\nscale = [0.35, 1]\n'
     recipe.write_text(f'{options}[data]\ntrain = "{bright}/out"\n')
     words = ["train", "--config", str(recipe), "--out", str(tmp_path / "run"), "--epochs", "1"]
-    words += ["--augment", "rrc+flip+randaugment", "--channels-last", "--json"]
-    words += ["--color-jitter", "0.4"]
+    words += ["--augment", "rrc+flip", "--channels-last", "--color-jitter", "0.4", "--json"]
     assert main(words) == 0
     assert len(json.loads(capsys.readouterr().out)["epochs"]) == 1
     saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
-    options = 'augment = "rrc+flip+randaugment"\nchannels_last = true\nlabel = "kind"'
-    lines = {"scale = [0.35, 1.0]", "color_jitter = [0.4]", *options.split("\n")}
-    assert lines <= set(saved)
+    lines = {"scale = [0.35, 1.0]", "color_jitter = [0.4]", "channels_last = true"}
+    assert lines | {'augment = "rrc+flip"', 'label = "kind"'} <= set(saved)
     assert main(words) == 2
     assert "holds a run already" in capsys.readouterr().err
     for flags, message in (
@@ -285,7 +272,3 @@ def test_labels_of_axis_ticks_are_distinct_and_short(low: float, high: float, sh
         assert len(texts) >= 3
         assert values == sorted(set(values), reverse=values[0] > values[-1])
         assert max(map(len, texts)) <= 10
-
-
-def test_matrices_show_whole_counts() -> None:
-    assert ": 1234567 of 1234569" in pages.matrix(["a", "b"], [[1234567, 2], [3, 4]])

@@ -95,28 +95,22 @@ def test_each_operation_of_a_policy_equals_that_of_torchvision(name: str, streng
         np.testing.assert_array_equal(result, np.asarray(expected))
 
 
-# --- models ---
-
-
 def test_weights_of_a_file_are_loaded_except_a_last_layer_of_another_shape(tmp_path: Path) -> None:
-    pretrained = build("resnet18", 1000, 64)
-    torch.save(pretrained.state_dict(), tmp_path / "resnet18.pth")
+    weights, path = build("resnet18", 1000, 64).state_dict(), str(tmp_path / "resnet18.pth")
+    torch.save(weights, path)
     model = build("resnet18", 5, 64)
-    assert load(model, "resnet18", str(tmp_path / "resnet18.pth"))[0] == ("fc.weight", "fc.bias")
-    torch.testing.assert_close(
-        model.state_dict()["conv1.weight"], pretrained.state_dict()["conv1.weight"]
-    )
+    assert load(model, "resnet18", path)[0] == ("fc.weight", "fc.bias")
+    torch.testing.assert_close(model.state_dict()["conv1.weight"], weights["conv1.weight"])
     with pytest.raises(UsageError, match="are of another model: .*Missing key"):
-        load(build("mobilenet_v3_small", 5, 64), "", str(tmp_path / "resnet18.pth"))
+        load(build("mobilenet_v3_small", 5, 64), "", path)
     with pytest.raises(UsageError, match="cannot be read"):
         load(model, "resnet18", str(tmp_path / "none.pth"))
-    torch.save({"model": nn.Linear(1, 1)}, tmp_path / "pickle.pth")
+    torch.save({"model": nn.Linear(1, 1)}, path)
     with pytest.raises(UsageError, match="weights_only"):
-        load(model, "resnet18", str(tmp_path / "pickle.pth"))
+        load(model, "resnet18", path)
 
 
-def test_the_last_layer_is_found_in_models_of_every_kind() -> None:
-    """And each has the requested number of outputs."""
+def test_the_last_layer_is_found_and_has_the_requested_number_of_outputs() -> None:
     names = {"resnet18": "fc", "mobilenet_v3_small": "classifier.3", "small": "head"}
     for name, last in {**names, "squeezenet1_0": "classifier.1"}.items():
         model = build(name, 7, 64).eval()
@@ -124,7 +118,22 @@ def test_the_last_layer_is_found_in_models_of_every_kind() -> None:
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
 
 
-# --- options ---
+def test_models_of_timm_are_built_by_name_and_layers_far_from_the_output_learn_slowly() -> None:
+    pytest.importorskip("timm", reason="timm is not installed: pip install 'wdstrain[timm]'")
+    with pytest.raises(UsageError, match="cannot be created: Unknown model"):
+        build("timm:resnet10q", 7, 64)
+    model = build("timm:vit_tiny_patch16_224", 7, 32)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    groups = parameter_groups(model, Config(layer_decay=0.5, backbone_lr=0.1))
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    named = {name: scales[id(p)] for name, p in model.named_parameters()}
+    assert named["head.weight"] == named["head.bias"] == 1.0
+    blocks = [named[f"blocks.{i}.mlp.fc1.weight"] for i in range(12)]
+    assert blocks == pytest.approx([0.1 * 0.5 ** (12 - i) for i in range(12)])
+    first = ("cls_token", "pos_embed", "patch_embed.proj.bias")
+    assert {named[name] for name in first} == {0.1 * 0.5**13}
+    with pytest.raises(UsageError, match="layer_decay.*needs a model of timm"):
+        parameter_groups(build("resnet18", 5, 64), Config(layer_decay=0.5))
 
 
 @pytest.mark.parametrize("ending", ["toml", "yaml"])
@@ -158,16 +167,13 @@ def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
     [
         ({"warmup": 3, "epochs": 2, "schedule": "cosine"}, "shorter than the 2 epochs"),
         ({"warmup": 1}, "onecycle' has its own warm-up"),
-        ({"step_epochs": 2}, "needs schedule='step'"),
         ({"momentum": 0.5}, "needs optimizer='sgd'"),
-        ({"optimizer": "adagrad"}, "must be adamw, sgd or module:function"),
         ({"augment": "trivialaugment+randaugment"}, "use one of trivialaugment and randaugment"),
         ({"lr": math.nan}, "lr=nan"),
         ({"fold": "6/5"}, "must be K/N"),
         ({"batch_size": 2.5}, "must be a whole number"),
         ({"scale": (0.5, 1)}, "Add rrc"),
         ({"augment": "rrc", "scale": (0.5,)}, r"scale=\(0.5,\): must be"),
-        ({"color_jitter": (0.1, 0.2)}, "1, 3 or 4"),
         ({"color_jitter": (0.1, 0.2, 0.1, 0.6)}, "at most 0.5"),
         ({"random_erasing": 1.5}, "in 0 to 1"),
         ({"mixup_prob": 0.5}, "needs mixup= or cutmix="),
@@ -186,23 +192,6 @@ def test_help_lists_every_option_with_its_text() -> None:
         assert field.metadata["help"], name
     with pytest.raises(TypeError, match="'epoch'. Did you mean epochs"):
         wt.train("shards", "run", epoch=3)  # type: ignore[call-arg]
-
-
-def test_layers_far_from_the_output_learn_more_slowly() -> None:
-    pytest.importorskip("timm", reason="timm is not installed: pip install 'wdstrain[timm]'")
-    model = build("timm:vit_tiny_patch16_224", 5, 32)
-    groups = parameter_groups(model, Config(layer_decay=0.5, backbone_lr=0.1))
-    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    named = {name: scales[id(p)] for name, p in model.named_parameters()}
-    assert named["head.weight"] == named["head.bias"] == 1.0
-    blocks = [named[f"blocks.{i}.mlp.fc1.weight"] for i in range(12)]
-    assert blocks == pytest.approx([0.1 * 0.5 ** (12 - i) for i in range(12)])
-    assert {named[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.bias")} == {
-        0.1 * 0.5**13
-    }
-    assert len(scales) == len(list(model.parameters()))
-    with pytest.raises(UsageError, match="layer_decay.*needs a model of timm"):
-        parameter_groups(build("resnet18", 5, 64), Config(layer_decay=0.5))
 
 
 def test_both_output_layers_of_a_segmentation_model_are_reinitialized(tmp_path: Path) -> None:
@@ -226,33 +215,22 @@ def test_weights_by_name_come_from_the_cache_of_torch_hub(
     with pytest.raises(UsageError, match="cannot be downloaded.*its file as weights"):
         load(build("squeezenet1_1", 5, 64), "squeezenet1_1", "DEFAULT")
     cached = tmp_path / "hub" / "checkpoints" / Path(weights.url).name
-    trained = torchvision.models.squeezenet1_1(num_classes=1000)
+    trained = torchvision.models.squeezenet1_1(num_classes=1000).state_dict()
     cached.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(trained.state_dict(), cached)
+    torch.save(trained, cached)
     model = build("squeezenet1_1", 5, 64)
     fresh, normalization = load(model, "squeezenet1_1", "DEFAULT")
     assert fresh == ("classifier.1.weight", "classifier.1.bias")
     assert normalization == IMAGENET
-    torch.testing.assert_close(
-        model.state_dict()["features.0.weight"], trained.state_dict()["features.0.weight"]
-    )
+    name = "features.0.weight"
+    torch.testing.assert_close(model.state_dict()[name], trained[name])
 
 
 def test_patterns_select_the_frozen_parameters() -> None:
     model = build("resnet18", 5, 64)
     frozen = freeze(model, "conv1,layer1,*.bn2.*")
-    assert "conv1.weight" in frozen
-    assert "layer1.0.conv1.weight" in frozen
-    assert "layer3.0.bn2.weight" in frozen
+    assert {"conv1.weight", "layer1.0.conv1.weight", "layer3.0.bn2.weight"} <= set(frozen)
     assert "layer3.0.conv2.weight" not in frozen
     for pattern, words in (("layer9", "matches no parameter"), ("*", "no parameter to train")):
         with pytest.raises(UsageError, match=words):
             freeze(model, pattern)
-
-
-def test_models_of_timm_are_built_by_name() -> None:
-    pytest.importorskip("timm", reason="timm is not installed: pip install 'wdstrain[timm]'")
-    assert build("timm:resnet10t", 7, 64)(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
-    assert build("timm:vit_tiny_patch16_224", 7, 32)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-    with pytest.raises(UsageError, match="cannot be created: Unknown model"):
-        build("timm:resnet10q", 7, 64)

@@ -135,11 +135,11 @@ def test_runs_are_compared_in_a_table_and_on_a_page(
     """The best epoch, not the last, and only options that differ."""
     shards = two_classes(tmp_path / "set")
     options: dict[str, Any] = {**SMALL, "model": Constant, "epochs": 3, "lr": 1e-30}
-    for name, values, seed in (("one", [-1, 1, -1], 0), ("two", [-1, -1, -1], 5)):
-        bias = [Bias([value * 3.0 for value in values])]
-        labels = tmp_path / f"val {name}"
-        wt.pack(({"png": small_image(i), "cls": 1} for i in range(8)), labels, classes=["a", "b"])
-        wt.train(shards, tmp_path / name, val=labels, callbacks=bias, seed=seed, **options)
+    ones = [{"png": small_image(i), "cls": 1} for i in range(8)]
+    for name, values, seed in (("one", [-3, 3, -3], 0), ("two", [-3, -3, -3], 5)):
+        wt.pack(ones, tmp_path / f"val {name}", classes=["a", "b"])
+        given = {**options, "val": tmp_path / f"val {name}", "callbacks": [Bias(values)]}
+        wt.train(shards, tmp_path / name, seed=seed, **given)
     (tmp_path / "no run").mkdir()
     runs, page = [str(tmp_path / "one"), str(tmp_path / "two")], tmp_path / "runs.html"
     assert main(["compare", *runs, "--json"]) == 0
@@ -173,7 +173,7 @@ def test_folds_are_trained_one_after_another_and_never_twice(
     assert done["mean"]["loss"] == pytest.approx(np.mean(scores))
     assert done["deviation"]["loss"] == pytest.approx(np.std(scores, ddof=1))
     assert sum(fold["metrics"]["samples"] for fold in done["folds"]) == 40
-    times = {n: (out / f"fold-{n}" / "checkpoints" / "last.pt").stat().st_mtime_ns for n in (1, 2)}
+    times = {n: last(out / f"fold-{n}").stat().st_mtime_ns for n in (1, 2)}
     shutil.rmtree(out / "fold-3")
     assert main(words) == 2  # the first fold is there
     capsys.readouterr()
@@ -189,15 +189,14 @@ def test_folds_are_trained_one_after_another_and_never_twice(
 class Corner:
     """A field that writes one value of its array, after it filled the arrays of the first rows."""
 
-    names = ("png",)
-    example = wt.Example((3, 8, 8), "float32")
+    names, example = ("png",), wt.Example((3, 8, 8), "float32")
 
     def __init__(self, filled: int = 0) -> None:
         self.filled, self.dirty = filled, 0
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
-        if self.filled:
-            self.filled -= 1
+        self.filled -= 1
+        if self.filled >= 0:
             out[...] = 7
         else:
             self.dirty += bool(out.any())
