@@ -81,64 +81,57 @@ def test_files_of_images_are_refused_and_an_exported_model_names_its_inputs(
         wt.predict(last(tmp_path / "run"), tmp_path / "images", tmp_path / "q.csv", **inputs)
 
 
+class Kinds(nn.Module):
+    """A model of a class number, a list of classes and tokens, which keeps the class numbers."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(3, 4), nn.Linear(10, outputs)
+        self.seen: list[Tensor] = []
+
+    def forward(self, kind: Tensor, tags: Tensor, tokens: Tensor) -> Tensor:
+        assert (tokens.dtype, kind.dtype, tags.dtype) == (torch.int64, torch.int64, torch.float32)
+        self.seen.append(kind)
+        kinds = nn.functional.one_hot(kind, 3)
+        return self.linear(torch.cat([kinds, tags, self.words(tokens).mean(1)], 1))
+
+
 def test_class_numbers_tokens_and_lists_of_classes_are_inputs_with_the_numbers_of_training(
     tmp_path: Path,
 ) -> None:
     """Also for shards that number the same classes differently."""
-
-    class Kinds(nn.Module):
-        seen: list[Tensor]
-
-        def __init__(self, outputs: int) -> None:
-            super().__init__()
-            self.words, self.linear = nn.Embedding(40, 4), nn.Linear(10, outputs)
-            self.seen = []
-
-        def forward(self, kind: Tensor, tags: Tensor, tokens: Tensor) -> Tensor:
-            assert (tokens.dtype, kind.dtype, tags.dtype) == (
-                torch.int64,
-                torch.int64,
-                torch.float32,
-            )
-            self.seen.append(kind)
-            kinds = nn.functional.one_hot(kind, 3)
-            return self.linear(torch.cat([kinds, tags, self.words(tokens).mean(1)], 1))
-
-    sets = Sets(tmp_path / "train", tmp_path / "val")
-    for path, rows, classes in (
-        (sets.train, range(24), ("ant", "bee", "cow")),
-        (sets.val, range(24, 40), ("cow", "ant", "bee")),
-    ):
-        samples = (
+    sets, rows = (
+        Sets(tmp_path / "train", tmp_path / "val"),
+        [
             {
                 "__key__": f"{n:03d}",
                 "json": {"age": n, "kind": CLASSES[n % 3], "tags": CLASSES[: n % 3]},
                 "t.npy": np.full(5, n % 3),
             }
-            for n in rows
-        )
+            for n in range(40)
+        ],
+    )
+    for path, part, classes in zip(
+        sets, (rows[:24], rows[24:]), (("ant", "bee", "cow"), ("cow", "ant", "bee")), strict=True
+    ):
         labels = [
             wt.Label("kind", "class", "json", "kind", classes),
             wt.Label("tags", "multi", "json", "tags", classes),
             wt.Label("age", "number", "json", "age"),
         ]
-        wt.pack(samples, path, labels=labels, shuffle=False)
-    fields = {
-        "kind": wt.label("json.kind"),
-        "tags": wt.label("json.tags", multi=True),
-        "tokens": wt.array("t.npy", shape=(5,), dtype="int64"),
-    }
+        wt.pack(part, path, labels=labels, shuffle=False)
+    fields = {"kind": wt.label("json.kind"), "tags": wt.label("json.tags", multi=True)}
+    fields |= {"tokens": wt.array("t.npy", shape=(5,), dtype="int64")}
     done = train(sets, tmp_path / "run", model=Kinds, fields=fields, label="age")
     assert torch.cat(done.model.seen[-2:]).tolist() == [n % 3 for n in range(24, 40)]
-    best = last(tmp_path / "run")
+    best, predicted = last(tmp_path / "run"), []
     for given in ({}, {"fields": fields}):
         metrics = wt.evaluate(best, sets.val, model=Kinds, **given)[1]
         assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
-    predicted = {}
-    for name in sets._fields:
-        wt.predict(best, getattr(sets, name), tmp_path / "p.csv", model=Kinds)
-        predicted[name] = {(int(r["key"]) % 3, r["age"]) for r in rows_of(tmp_path / "p.csv")}
-    assert predicted["train"] == predicted["val"]
+    for path in sets:
+        wt.predict(best, path, tmp_path / "p.csv", model=Kinds)
+        predicted.append({(int(r["key"]) % 3, r["age"]) for r in rows_of(tmp_path / "p.csv")})
+    assert predicted[0] == predicted[1]
 
 
 def test_the_image_size_of_a_model_comes_from_its_field(shards: Sets, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import wdstrain as wt
-from tests.conftest import flags, picture, write_class_folder
+from tests.conftest import flags, picture
 from tests.support.children import ended
 from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
-from tests.support.small_runs import last
+from tests.support.small_runs import last, two_classes
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.training.checkpoint import read_checkpoint, read_last
@@ -40,26 +41,17 @@ OPTIONS |= {"ema": 0.9}
 RESUME = ("--resume", "--model", str(OPTIONS["model"]))
 
 
-def dropping(outputs: int) -> torch.nn.Module:
+def dropping(outputs: int) -> nn.Module:
     """A small model with batch norm and dropout."""
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, 2),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Dropout(0.3),
-        torch.nn.Linear(8 * 7 * 7, outputs),
-    )
+    first = (nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(*first, nn.Flatten(), nn.Dropout(0.3), nn.Linear(8 * 7 * 7, outputs))
 
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of 90 images of three classes, a fifth of them for validation."""
-    folder = tmp_path_factory.mktemp("pets")
-    write_class_folder(folder / "png", {"cat": 30, "dog": 30, "eel": 30})
-    split = {"train": 0.8, "val": 0.2}
-    wt.convert_folder(folder / "png", folder / "shards", split=split, stratify="label")
-    return folder / "shards"
+    """Shards of 73 images for training and 23 for validation."""
+    out = tmp_path_factory.mktemp("pets") / "shards"
+    return two_classes(out, 96, split={"train": 0.8, "val": 0.2})
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +163,7 @@ def test_a_finished_run_is_trained_again_only_for_more_epochs(pets: Path, tmp_pa
 def test_other_options_data_and_models_are_not_resumed(
     pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
-    other = tmp_path / "shards"
-    wt.convert_folder(tmp_path / "png", other, split={"train": 0.8, "val": 0.2})
+    other = two_classes(tmp_path / "shards", 96, split={"train": 0.8, "val": 0.2}, seed=1)
     files = [path for path in undisturbed.rglob("*") if path.name != ".lock"]
     before = [path.stat().st_mtime_ns for path in files]
     val = f"{pets}/val-*.tar"
@@ -185,7 +175,7 @@ def test_other_options_data_and_models_are_not_resumed(
     ):
         with pytest.raises(UsageError, match=words):
             train(urls, undisturbed, resume=True, **{**OPTIONS, **changed})
-    make = lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs))  # noqa: E731
+    make = lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(768, outputs))  # noqa: E731
     monkeypatch.setattr("tests.training.test_resuming.dropping", make)
     with pytest.raises(UsageError, match="the checkpoint is of another model: .*Unexpected key"):
         train(str(pets), undisturbed, resume=True, **OPTIONS)
@@ -347,23 +337,3 @@ def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> N
         with pytest.raises(Stopped, match="SIGTERM"):
             train(f"{server.url}/index.json", out, **options)
     assert position(out) == {"epoch": 0, "step": 0}
-
-
-def test_a_validation_that_loses_its_server_is_repeated_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24))
-    wt.pack(rows, tmp_path / "shards")
-    urls, options = str(tmp_path / "shards"), {**OPTIONS, "checkpoint_every": 0, "epochs": 1}
-    train(urls, tmp_path / "undisturbed", val=urls, **options)
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    out = tmp_path / "run"
-    with serving(tmp_path / "shards") as server:
-        val = f"{server.url}/index.json"
-        server.faults += [status(503)] * 100_000
-        with pytest.raises(StorageError, match=r"did not arrive in .* status 503"):
-            train(urls, out, val=val, **options)
-        assert position(out) == {"epoch": 0, "step": 3}
-        server.faults.clear()
-        train(urls, out, val=val, resume=True, **options)
-    same(out, tmp_path / "undisturbed")

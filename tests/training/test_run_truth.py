@@ -8,7 +8,6 @@ import json
 import re
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -321,20 +320,3 @@ def test_events_and_the_report_go_on_after_a_full_disk(
             steps |= {event.step for event in events.Scalars("val/accuracy")}
     assert max(steps) == 5 * 3
     assert report.is_file()
-
-
-def test_a_run_goes_on_after_a_full_disk(shards: Path, small_disk: Path) -> None:
-    """The disk is full in the second epoch, for checkpoints too."""
-    out, filler, lines = small_disk / "run", small_disk / "filler", Lines()
-
-    def fill() -> None:
-        with open(filler, "wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
-
-    options = {**SMALL, "model": Linear, "epochs": 4, "keep": 1, "progress": lines}
-    run = wt.train(shards, out, callbacks=[Switch(fill, filler.unlink)], **options)
-    assert "No space left" in lines.text
-    assert [line["epoch"] for line in run.epochs] == [0, 1, 2, 3]
-    assert (out / "report.html").exists()
-    assert wt.evaluate(last(out), f"{shards}/val-*.tar", model=Linear)[1]["loss"] == run.val["loss"]

@@ -163,19 +163,6 @@ def test_numbers_that_are_all_equal_have_a_loss_of_their_size(tmp_path: Path) ->
     assert scored(tmp_path, np.zeros((30, 1)), [0.1] * 30, "number")["loss"] < 1
 
 
-def test_a_table_of_predictions_has_the_ranks_of_the_metrics(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    true = rng.integers(0, 3, 90)
-    outputs = 8 * (rng.normal(size=(90, 3)) + np.eye(3)[true] - [0.0, 1.5, 3.0])
-    scores = scored(tmp_path, outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
-    rows = rows_of(tmp_path / "p.csv")
-    areas = [
-        roc_auc_score([row["y_true"] == c for row in rows], [float(row[f"y_{c}"]) for row in rows])
-        for c in CLASSES[:3]
-    ]
-    assert scores["auroc"] == pytest.approx(np.mean(areas), abs=0.002)
-
-
 def test_precision_calibration_and_own_metrics_are_those_of_several_labels(tmp_path: Path) -> None:
     """No sample has the last tag."""
     rng = np.random.default_rng(3)

@@ -17,16 +17,17 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import wdstrain as wt
-from tests.conftest import ROOT, flags, write_class_folder
+from tests.conftest import ROOT, flags
 from tests.support.children import Ended, Program
 from tests.support.small_runs import SMALL, Lines, Stop, numbers, two_classes
 from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.train import train
 
 # No batch norm, which would see another part of a batch in each process; rank 3 has no sample of
-# the 13 for validation.
+# the last batch for validation.
 OPTIONS: dict[str, Any] = {"model": "tests.training.test_torchrun:blocks", "epochs": 2, "lanes": 4}
 OPTIONS |= {"batch_size": 16, "accumulate": 2, "image_size": 16, "augment": "flip", "lr": 0.01}
 OPTIONS |= {"ema": 0.9, "clip_norm": 1.0, "freeze": "backbone", "unfreeze_epoch": 1}
@@ -83,24 +84,18 @@ def run(shards: str, out: str | Path, options: dict[str, Any]) -> wt.TrainResult
     return wt.train(shards, out, callbacks=callbacks, progress=Lines(), **train_options)
 
 
-def blocks(outputs: int) -> torch.nn.Module:
+def blocks(outputs: int) -> nn.Module:
     """A model with one layer that is large enough to be split by itself."""
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 7, 3, 2),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(343, 300),
-        torch.nn.ReLU(),
-        torch.nn.Linear(300, outputs),
-    )
+    first = (nn.Conv2d(3, 7, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(343, 300), nn.ReLU())
+    return nn.Sequential(*first, nn.Linear(300, outputs))
 
 
-class Recorder(torch.nn.Module):
+class Recorder(nn.Module):
     """A model that records its process, and the size and a random number of each batch."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
-        self.last = torch.nn.Linear(3, outputs)
+        self.last = nn.Linear(3, outputs)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -112,12 +107,9 @@ class Recorder(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """100 training images and 13 validation images: the last of four ranks lacks a batch."""
-    folder = tmp_path_factory.mktemp("pets")
-    write_class_folder(folder / "png" / "train", {"cat": 50, "dog": 50})
-    write_class_folder(folder / "png" / "val", {"cat": 6, "dog": 7})
-    wt.convert_folder(folder / "png", folder / "shards")
-    return str(folder / "shards")
+    """100 images for training and 22 for validation: the last of four ranks lacks a batch."""
+    out = tmp_path_factory.mktemp("pets") / "shards"
+    return str(two_classes(out, 122, split={"train": 0.85, "val": 0.15}))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +134,7 @@ def check_close(out: Path, alone: Path, rtol: float = 1e-3) -> None:
         assert line["loss"] == pytest.approx(expected["loss"], rel=rtol / 10)
         assert line["samples"] == expected["samples"]
         assert line["val"] == pytest.approx(expected["val"], rel=rtol)
-        assert line["val"]["samples"] == 13
+        assert line["val"]["samples"] == 22
 
 
 def recorded(out: Path) -> list[dict[str, Any]]:
@@ -236,7 +228,7 @@ def test_a_killed_rank_ends_the_job_with_one_error_and_any_world_size_resumes(
     # One process resumes the run of two.
     done = train(pets, out, resume=True, **{**options, "epochs": state["state"]["epoch"] + 1})
     assert done.epochs[-1]["samples"] == 96
-    assert done.val["samples"] == 13
+    assert done.val["samples"] == 22
 
 
 def test_a_batch_size_that_ranks_cannot_divide_is_refused(
