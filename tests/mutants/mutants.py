@@ -102,7 +102,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training/test_scores.py",
         "tests/training/test_user_objects.py",
         "tests/training/test_run_truth.py",
-        "tests/training/test_outcomes.py",
+        "tests/training/test_results.py",
         "tests/training/test_data.py",
         "tests/training/test_inputs.py",
         "tests/training/test_segmentation.py",

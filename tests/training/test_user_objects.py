@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -19,7 +18,6 @@ from torch.nn import functional
 import wdstrain as wt
 from tests.conftest import ROOT
 from tests.support.small_runs import (
-    PLAIN,
     SMALL,
     Linear,
     Lines,
@@ -149,8 +147,6 @@ class Distilled(nn.Module):
 
 
 class Temperature(nn.Module):
-    """Cross entropy with a scale to learn, and the number of its calls in a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.ones(2))
@@ -196,37 +192,34 @@ def test_a_loss_with_parameters_is_learned_and_resumed(
         wt.train(shards, tmp_path / "run", resume=True, **options)
 
 
-def test_a_step_whose_gradient_overflows_is_skipped(shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("planted", "batch_size"), [((2, 3), 4), (range(99), 1)])
+def test_a_step_whose_gradient_overflows_is_skipped_and_a_run_of_such_steps_ends(
+    shards: Path, tmp_path: Path, planted: Any, batch_size: int
+) -> None:
     calls = list[int]()
-    weights = EachStep(lambda run: next(run.model.parameters()).detach().clone())
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        planted = 1e6 if len(calls) in (2, 3) else 1.0  # finite, but with an infinite gradient
-        return functional.cross_entropy(outputs, target, reduction="none") * planted
+        factor = 1e34 if len(calls) in planted else 1.0  # finite, but with an infinite gradient
+        return functional.cross_entropy(outputs, target, reduction="none") * factor
 
-    options = {**STEPS, "batch_size": 4, "epochs": 1, "amp": "fp16", "callbacks": [weights]}
-    done = wt.train(shards, tmp_path / "run", criterion=loss, **options)
-    assert done.epochs[0]["skipped_steps"] == 2
+    weights = EachStep(lambda run: next(run.model.parameters()).detach().clone())
+    options = {
+        **STEPS,
+        "batch_size": batch_size,
+        "epochs": 1,
+        "amp": "fp16",
+        "callbacks": [weights],
+    }
+    run = lambda: wt.train(shards, tmp_path / "run", criterion=loss, **options)  # noqa: E731
+    if batch_size == 1:
+        with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
+            run()
+        return
+    assert run().epochs[0]["skipped_steps"] == 2
     pairs = zip(weights.seen[:3], weights.seen[1:4], strict=True)
     assert [torch.equal(*pair) for pair in pairs] == [True, True, False]
     assert "skipped_steps" in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-class Loud(nn.Sequential):
-    """A model of two numbers, which overflows 16 bits where one is large."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__(nn.Linear(2, 8), nn.Linear(8, outputs))
-
-
-def test_steps_that_all_overflow_16_bits_end_the_run(tmp_path: Path) -> None:
-    arrays = [np.array([1e9, i % 2], np.float32) for i in range(64)]
-    wt.pack(({"x.npy": x, "cls": i % 2} for i, x in enumerate(arrays)), tmp_path / "set")
-    fields = {"image": wt.array("x.npy", shape=(2,), dtype="float32")}
-    options = {**PLAIN, "batch_size": 2, "model": Loud, "fields": fields, "amp": "fp16"}
-    with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
-        wt.train(tmp_path / "set", tmp_path / "run", **options)
 
 
 class Counter(wt.Callback):
@@ -292,7 +285,6 @@ def earlier(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_of_a_run_have_a_normalization_and_keep_the_meaning_of_their_classes(
     shards: Path, earlier: Path, tmp_path: Path
 ) -> None:
-    """The other set numbers the same classes in another order."""
     wt.train(shards, tmp_path / "run", weights=str(earlier), **SMALL)
     inputs = torch.load(last(tmp_path / "run"), weights_only=True)["inputs"]
     assert (list(inputs["mean"]), list(inputs["std"])) == ([0.5] * 3, [0.25] * 3)
