@@ -104,7 +104,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training/test_run_truth.py",
         "tests/training/test_results.py",
         "tests/training/test_data.py",
-        "tests/training/test_inputs.py",
         "tests/training/test_segmentation.py",
         "tests/training/test_trained.py",
         "tests/training/test_resuming.py",

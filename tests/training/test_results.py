@@ -221,15 +221,10 @@ def test_the_array_of_an_own_field_starts_as_zeros(tmp_path: Path) -> None:
         assert options["fields"]["image"].dirty == 0
 
 
-@pytest.mark.parametrize(
-    ("mean", "scale"),
-    [(0.0, 1.0), (1_700_000_000, 1.0), (4e6, 1e-3)],
-    ids=["near 0", "times", "coordinates"],
-)
+@pytest.mark.parametrize(("mean", "scale"), [(0.0, 1.0), (1_700_000_000, 1.0), (4e6, 1e-3)])
 def test_an_exported_model_gives_the_numbers_of_predict(
     tmp_path: Path, mean: float, scale: float
 ) -> None:
-    """Within a hundredth of the difference of two labels."""
     shards = numbers(tmp_path / "set", [mean + scale * (i % 5) for i in range(16)])
     wt.train(shards, tmp_path / "run", model=Linear, **SMALL)
     checkpoint = last(tmp_path / "run")
@@ -388,7 +383,9 @@ def test_predictions_have_a_row_for_every_image_and_count_other_files(
     assert [(row["key"], row["kind"]) for row in rows_of(table)] == [("black.jpg", "no")]
 
 
-def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_an_onnx_program_predicts_as_a_checkpoint_and_other_formats_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxscript", reason="not installed: pip install onnx onnxscript")
     from onnx.reference import ReferenceEvaluator
 
@@ -405,18 +402,11 @@ def test_an_onnx_program_predicts_as_a_checkpoint(run: Path, tmp_path: Path) -> 
     expected[:, 7] = setup.task.heads[3].decided(expected[:, 7])  # in the unit of the labels
     (outputs,) = ReferenceEvaluator(str(path)).run(None, {"image": pixels})
     np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-3, atol=1e-3)
-
-
-def test_unknown_export_formats_and_a_missing_exporter_are_errors(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with pytest.raises(wt.UsageError, match=r"model.bin.: must end in \.pt, \.pt2, \.onnx"):
+        wt.export(best, tmp_path / "model.bin")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name, words in (
-        ("model.bin", r"model.bin.: must end in \.pt, \.pt2, \.onnx"),
-        ("model.onnx", "ONNX needs onnx and onnxscript. Run: pip install"),
-    ):
-        with pytest.raises(wt.UsageError, match=words):
-            wt.export(run / "checkpoints" / "best.pt", tmp_path / name)
+    with pytest.raises(wt.UsageError, match="ONNX needs onnx and onnxscript. Run: pip install"):
+        wt.export(best, path)
 
 
 def test_the_report_is_complete_and_fetches_no_address(run: Path) -> None:
@@ -556,17 +546,11 @@ def test_flags_override_options_of_a_file_and_all_are_saved(
 
 
 @pytest.mark.parametrize(
-    ("low", "high"),
-    [(1e5, 2e5), (0, 1e-3), (1e10, 5e10), (5e4, 50001), (1e-15, 5e-15), (-0.3, 0.1), (5.0, 5.0)],
+    ("low", "high"), [(1e5, 2e5), (0, 1e-3), (5e4, 50001), (1e-15, 5e-15), (-0.3, 0.1), (5.0, 5.0)]
 )
-@pytest.mark.parametrize("share", [False, True])
-def test_labels_of_axis_ticks_are_distinct_and_short(low: float, high: float, share: bool) -> None:
+def test_labels_of_axis_ticks_are_distinct_and_short(low: float, high: float) -> None:
     line = charts.Line("loss", [low, high], [low, high])
-    drawn = charts.lines([line], across="step", share=share)
-    marks = re.findall(r'text-anchor="(end|middle)">([^<]+)<', drawn)
-    for side in ("end", "middle"):
-        texts = [text for place, text in marks if place == side and text != "step"]
-        values = [float(text.rstrip("%")) for text in texts]
-        assert len(texts) >= 3
-        assert values == sorted(set(values), reverse=values[0] > values[-1])
-        assert max(map(len, texts)) <= 10
+    drawn = charts.lines([line], across="step", share=False)
+    texts = re.findall(r'text-anchor="end">([^<]+)<', drawn)
+    assert 3 <= len(texts) == len(set(texts))
+    assert max(map(len, texts)) <= 10

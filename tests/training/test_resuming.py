@@ -23,7 +23,7 @@ from tests.conftest import flags, picture
 from tests.support.children import ended
 from tests.support.os_faults import watched_calls
 from tests.support.servers import fine, serving, small_and_quick, status
-from tests.support.small_runs import last, two_classes
+from tests.support.small_runs import Lines, last, two_classes
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.training.checkpoint import read_checkpoint, read_last
@@ -37,6 +37,7 @@ OPTIONS |= {"batch_size": 8, "accumulate": 2, "image_size": 16, "checkpoint_ever
 OPTIONS |= {"augment": "rrc+flip+trivialaugment", "mixup": 0.2, "deterministic": True}
 OPTIONS |= {"optimizer": "sgd", "lr": 0.05, "schedule": "cosine", "warmup": 0.5, "clip_norm": 1.0}
 OPTIONS |= {"ema": 0.9}
+TIMED = ("seconds", "samples_per_second", "stall", "verdict")
 # a function is called only if the command line names it
 RESUME = ("--resume", "--model", str(OPTIONS["model"]))
 
@@ -67,8 +68,11 @@ def same(out: Path, undisturbed: Path) -> None:
     actual, expected = (read_checkpoint(str(last(folder))) for folder in (out, undisturbed))
     for name in ("model", "raw", "optimizer"):
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
-    histories = [[timeless(line) for line in of["state"]["history"]] for of in (actual, expected)]
-    assert histories[0] == histories[1]
+    histories = (
+        [{n: line[n] for n in line if not n.endswith(TIMED)} for line in state["state"]["history"]]
+        for state in (actual, expected)
+    )
+    assert next(histories) == next(histories)
     metrics, steps = (
         [json.loads(line) for line in (out / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "steps.jsonl")
@@ -85,11 +89,6 @@ def position(out: Path) -> dict[str, int]:
     assert state is not None
     assert not refused
     return {name: state["state"][name] for name in ("epoch", "step")}
-
-
-def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    timed = ("seconds", "samples_per_second", "stall", "verdict")
-    return {name: value for name, value in line.items() if not name.endswith(timed)}
 
 
 # Sends a signal to itself, and to its worker processes, when its second checkpoint is complete but
@@ -135,19 +134,17 @@ def test_a_killed_or_terminated_run_resumes_to_the_same_bits(
     same(out, undisturbed)
 
 
-class At:
+class At(Lines):
     """Progress display that calls a function at one point of a run."""
 
     def __init__(self, title: str, done: int, act: Callable[[], Any]) -> None:
-        self._at, self._act, self.lines = (title, done), act, list[str]()
+        super().__init__()
+        self.at, self.act = (title, done), act
 
-    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None:
-        if (title, done) == self._at:
-            self._at = ("", 0)
-            self._act()
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
+    def step(self, *values: Any) -> None:
+        if values[:2] == self.at:
+            self.at = ("", 0)
+            self.act()
 
 
 def test_a_finished_run_is_trained_again_only_for_more_epochs(pets: Path, tmp_path: Path) -> None:
@@ -193,7 +190,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     for name in ("last.pt", sorted(os.listdir(out / "checkpoints"))[-1]):
         (out / "checkpoints" / name).unlink()
         (out / "checkpoints" / name).write_bytes(b"PK nothing")
-    seen = At("", 0, lambda: None)
+    seen = Lines()
     train(str(pets), out, resume=True, progress=seen, **OPTIONS)
     assert [line for line in seen.lines if "is no checkpoint of a run" in line]
     same(out, undisturbed)
@@ -207,7 +204,7 @@ def test_a_failed_checkpoint_is_a_warning_and_the_last_an_error(pets: Path, tmp_
 
         return replaced
 
-    seen, options = At("", 0, lambda: None), {**OPTIONS, "epochs": 1}
+    seen, options = Lines(), {**OPTIONS, "epochs": 1}
     with watched_calls("replace", r"step-\d+\.pt", failing(iter([True, False, True, False]))):
         train(str(pets), tmp_path / "run", progress=seen, **options)
     warning = "cannot be written: No space left on device. Earlier checkpoints are intact."
@@ -319,7 +316,7 @@ def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> N
     wt.pack(rows, tmp_path / "shards")
     out, is_sent, is_saved = tmp_path / "run", threading.Lock(), threading.Event()
 
-    class Display(At):
+    class Display(Lines):
         def line(self, text: str) -> None:
             if "checkpoint" in text:
                 is_saved.set()
@@ -331,7 +328,7 @@ def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> N
             is_saved.wait(60)
         return False
 
-    options = {**OPTIONS, "progress": Display("", 0, list)}
+    options = {**OPTIONS, "progress": Display()}
     with serving(tmp_path / "shards") as server:
         server.faults += [silent] * 100
         with pytest.raises(Stopped, match="SIGTERM"):

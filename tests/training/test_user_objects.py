@@ -204,14 +204,8 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_a_run_of_such_steps_ends
         return functional.cross_entropy(outputs, target, reduction="none") * factor
 
     weights = EachStep(lambda run: next(run.model.parameters()).detach().clone())
-    options = {
-        **STEPS,
-        "batch_size": batch_size,
-        "epochs": 1,
-        "amp": "fp16",
-        "callbacks": [weights],
-    }
-    run = lambda: wt.train(shards, tmp_path / "run", criterion=loss, **options)  # noqa: E731
+    options = {**STEPS, "batch_size": batch_size, "epochs": 1, "amp": "fp16"}
+    run = lambda: wt.train(shards, tmp_path / "run", criterion=loss, callbacks=[weights], **options)  # noqa: E731
     if batch_size == 1:
         with pytest.raises(wt.WdstrainError, match="16 bits overflow at any scale"):
             run()
