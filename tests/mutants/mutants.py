@@ -101,7 +101,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/oracle/test_training.py",
         "tests/training/test_scores.py",
         "tests/training/test_user_objects.py",
-        "tests/training/test_run_truth.py",
         "tests/training/test_results.py",
         "tests/training/test_data.py",
         "tests/training/test_segmentation.py",
@@ -200,7 +199,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     ),
     "training/tasks.py": (
         "tests/training/test_recipes.py",
-        "tests/training/test_run_truth.py",
+        "tests/training/test_scores.py",
     ),
     "training/train.py": (
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
@@ -209,7 +208,7 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_data.py",
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
-    "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_run_truth.py"),
+    "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_scores.py"),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),

@@ -240,6 +240,21 @@ def test_an_exported_model_gives_the_numbers_of_predict(
     assert np.abs(exported - [row["y"] for row in table]).max() < scale / 100
 
 
+@pytest.mark.parametrize("more", [{}, {"backbone_lr": 0.1, "freeze": "backbone"}], ids=str)
+def test_the_learning_rate_in_all_logs_is_the_one_of_the_run(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    out = tmp_path / "run"
+    run = wt.train(two_classes(tmp_path / "set"), out, lr=0.01, **{**SMALL, **more})
+    assert run.epochs[0]["lr"] == pytest.approx(0.01)
+    for name in ("metrics.jsonl", "steps.jsonl"):
+        for line in (out / name).read_text().splitlines():
+            assert json.loads(line)["lr"] == pytest.approx(0.01), name
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert {round(event.value, 6) for event in events.Scalars("step/lr")} == {0.01}
+
+
 # --- losses of each training sample ---
 
 RECORDED: dict[str, Any] = {**SMALL, "model": Constant, "record": True}

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
 import re
 import signal
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import wdstrain as wt
 from tests.conftest import flags, picture
 from tests.support.children import ended
 from tests.support.os_faults import watched_calls
+from tests.support.outcomes import result_or_refusal
 from tests.support.servers import fine, serving, small_and_quick, status
-from tests.support.small_runs import Lines, last, two_classes
+from tests.support.small_runs import SMALL, Linear, Lines, last, two_classes
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.training.checkpoint import read_checkpoint, read_last
@@ -334,3 +339,99 @@ def test_a_signal_ends_a_run_that_waits_for_a_silent_server(tmp_path: Path) -> N
         with pytest.raises(Stopped, match="SIGTERM"):
             train(f"{server.url}/index.json", out, **options)
     assert position(out) == {"epoch": 0, "step": 0}
+
+
+# --- files of a run ---
+
+
+def test_rate_and_patience_may_change_when_a_run_is_resumed(pets: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "model": Linear}
+    first = wt.train(pets, tmp_path / "run", **{**options, "lr": 1e-9, "patience": 1, "epochs": 9})
+    assert len(first.epochs) < 9
+    assert "did not improve" in first.stop_reason
+    again = {**options, "lr": 0.01, "patience": 0, "epochs": 5, "resume": True}
+    resumed = wt.train(pets, tmp_path / "run", **again)
+    assert resumed.stop_reason == "all 5 epochs are done"
+    count = len(first.epochs)
+    assert [line["lr"] for line in resumed.epochs] == [1e-9] * count + [0.01] * (5 - count)
+
+
+def flip_bits(path: Path, member: str) -> None:
+    """Change ten bytes of the largest member of a checkpoint whose name has this part."""
+    with zipfile.ZipFile(path) as file:
+        members = [entry for entry in file.infolist() if member in entry.filename]
+        entry = max(members, key=lambda one: one.file_size)
+    data = bytearray(path.read_bytes())
+    lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
+    begin = entry.header_offset + 30 + sum(np.frombuffer(lengths, "<u2").tolist())
+    for place in range(begin + 3, begin + 43, 4):  # the highest bytes of float32
+        data[place] ^= 2
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict", "export", "resume", "weights"])
+def test_a_checkpoint_with_changed_bytes_is_refused_by_name(
+    pets: Path, tmp_path: Path, verb: str
+) -> None:
+    out, lines, val = tmp_path / "run", Lines(), f"{pets}/val-*.tar"
+    path, again = last(out), {**SMALL, "model": Linear, "epochs": 2, "progress": lines}
+    calls: dict[str, Callable[[], Any]] = {
+        "evaluate": lambda: wt.evaluate(path, val, model=Linear),
+        "predict": lambda: wt.predict(path, val, tmp_path / "p.csv", model=Linear),
+        "export": lambda: wt.export(path, tmp_path / "m.pt", model=Linear),
+        "resume": lambda: wt.train(pets, out, resume=True, **again),
+        "weights": lambda: wt.train(pets, tmp_path / "new", weights=str(path), **again),
+    }
+    for member in ("/data/", "data.pkl"):  # weights and names
+        wt.train(pets, out, model=Linear, overwrite=True, **SMALL)
+        for name in {name.resolve() for name in path.parent.iterdir()}:
+            flip_bits(name, member)
+        refusal = result_or_refusal(calls[verb])
+        said = (refusal if isinstance(refusal, str) else "") + lines.text  # which may start anew
+        assert re.search(r"(step-\d+|last)\.pt", said)
+
+
+class Switch(wt.Callback):
+    """Callback that makes a fault begin at the end of an epoch, and end an epoch later."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self._acts = {0: begin, 1: end}
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self._acts.get(metrics["epoch"], lambda: None)()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_events_and_the_report_go_on_after_a_full_disk(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of events cannot be opened, and the report not written, in the second epoch."""
+    out, is_full, original = tmp_path / "run", list[bool](), io.open
+    report, lines = out / "report.html", Lines()
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
+        if is_full and "tfevents" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *arguments, **options)
+
+    def begin() -> None:
+        is_full.append(True)
+        report.unlink()
+        report.mkdir()
+
+    def end() -> None:
+        is_full.clear()
+        report.rmdir()
+
+    options = {**SMALL, "model": Linear, "epochs": 5, "progress": lines}
+    monkeypatch.setattr(io, "open", opened)
+    wt.train(pets, out, callbacks=[Switch(begin, end)], **options)
+    assert "No space left" in lines.text
+    assert re.search(r"report.html cannot be written: Is a directory\..* Training goes", lines.text)
+    steps = set[int]()
+    for path in (out / "tensorboard").iterdir():  # a directory is read in the order of its names
+        events = EventAccumulator(str(path)).Reload()
+        if "val/accuracy" in events.Tags()["scalars"]:
+            steps |= {event.step for event in events.Scalars("val/accuracy")}
+    assert max(steps) == 5 * 9
+    assert report.is_file()
