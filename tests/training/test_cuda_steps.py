@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"
 )
 
-_LOOKS = "validation.py"  # reads the sums for the progress about twice per second
+LOOKS = "validation.py"  # reads the sums for the progress about twice per second
 
 
 class ReportWaits(wt.Callback):
@@ -57,7 +57,7 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path, options: dict[str, Any
     waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     expected = [w for w in waits if w.filename == __file__]
     assert len(expected) == 1
-    others = [w for w in waits if w not in expected and not w.filename.endswith(_LOOKS)]
+    others = [w for w in waits if w not in expected and not w.filename.endswith(LOOKS)]
     assert [f"{w.filename}:{w.lineno}" for w in others] == []
 
 

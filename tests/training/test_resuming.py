@@ -264,8 +264,9 @@ def test_checkpoints_of_another_format_are_refused_and_never_unpickled(
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)
 
 
-def test_a_run_resumes_beside_unknown_files(pets: Path, tmp_path: Path) -> None:
-    """A folder with unknown files is neither overwritten nor resumed, and gets no new files."""
+def test_a_folder_with_unknown_files_is_neither_overwritten_nor_resumed(
+    pets: Path, tmp_path: Path
+) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
     for how in ({}, {"overwrite": True}, {"resume": True}):

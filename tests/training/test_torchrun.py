@@ -137,10 +137,6 @@ def check_close(out: Path, alone: Path, rtol: float = 1e-3) -> None:
         assert line["val"]["samples"] == 22
 
 
-def recorded(out: Path) -> list[dict[str, Any]]:
-    return pyarrow.parquet.read_table(out / "recorded.parquet").to_pylist()
-
-
 def test_processes_share_a_batch_and_draw_other_random_numbers(
     pets: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,19 +146,20 @@ def test_processes_share_a_batch_and_draw_other_random_numbers(
     options = {name: value for name, value in OPTIONS.items() if "freeze" not in name}
     options |= {"model": "tests.training.test_torchrun:Recorder", "epochs": 1}
     runs = [(pets, tmp_path / "equal", OPTIONS), (pets, tmp_path / "run", options)]
-    runs += [(shards, tmp_path / "two", RECORDED)]
-    runs += [
-        (shards, tmp_path / "cut", {**RECORDED, **more}) for more in ({"stop": [1, 2]}, RESUME)
-    ]
+    for name, more in (("two", {}), ("cut", {"stop": [1, 2]}), ("cut", RESUME)):
+        runs.append((shards, tmp_path / name, {**RECORDED, **more}))
     run_job(2, tmp_path, runs)
     check_close(tmp_path / "equal", alone, rtol=1e-4)
     ranks = [(tmp_path / str(rank)).read_text().splitlines()[-6:] for rank in (0, 1)]  # 6 steps
     pids, sizes, random = zip(*(line.split() for lines in ranks for line in lines), strict=True)
     assert (len(set(pids)), set(sizes), len(set(random))) == (2, {"8"}, 12)
     run(shards, tmp_path / "one", RECORDED)
-    assert len(recorded(tmp_path / "one")) == 40
-    for name in ("two", "cut"):
-        assert recorded(tmp_path / name) == recorded(tmp_path / "one")
+    tables = [
+        pyarrow.parquet.read_table(tmp_path / name / "recorded.parquet").to_pylist()
+        for name in ("one", "two", "cut")
+    ]
+    assert len(tables[0]) == 40
+    assert tables[0] == tables[1] == tables[2]
 
 
 # Starts two tasks on this machine, as SLURM's program does, and ends with the last status.
@@ -185,10 +182,11 @@ def test_the_example_for_slurm_trains_with_srun(pets: str, alone: Path, tmp_path
         port = free.getsockname()[1]
     environment = {
         **os.environ,
-        **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # of the batch script
-        **{"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable},
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MASTER_PORT": str(port),
     }
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of the script
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     script = str(ROOT / "scripts" / "examples" / "slurm.sh")
     words = [script, pets, str(tmp_path / "run"), *flags(OPTIONS), "--json"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
@@ -250,19 +248,15 @@ def test_processes_with_fsdp_resume_to_the_same_bits_and_any_number_resumes_them
 ) -> None:
     run(pets, tmp_path / "plain", {**OPTIONS, **STOP})
     run(pets, tmp_path / "more", {**OPTIONS, "stop": [0, 4]})
-    parts = {
-        "whole": [FSDP],
-        "resumed": [{**FSDP, **STOP}, {**FSDP, **RESUME}],
-        "plain": [{**FSDP, **RESUME}],
-        "split": [{**FSDP, **STOP}],
-    }
+    stopped, resumed = {**FSDP, **STOP}, {**FSDP, **RESUME}
+    parts = {"whole": [FSDP], "resumed": [stopped, resumed], "plain": [resumed], "split": [stopped]}
     runs = [(pets, tmp_path / name, options) for name in parts for options in parts[name]]
     run_job(2, tmp_path, runs)
     run_job(4, tmp_path, [(pets, tmp_path / "more", {**FSDP, **RESUME})])
-    whole, resumed = state_of(tmp_path / "whole"), state_of(tmp_path / "resumed")
+    whole, again = state_of(tmp_path / "whole"), state_of(tmp_path / "resumed")
     for name in ("model", "raw", "optimizer"):
-        torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
-    assert resumed["sums"] == whole["sums"]
+        torch.testing.assert_close(again[name], whole[name], rtol=0, atol=0)
+    assert again["sums"] == whole["sums"]
     run(pets, tmp_path / "split", {**OPTIONS, **RESUME})
     for name in ("whole", "plain", "split", "more"):
         check_close(tmp_path / name, alone)
