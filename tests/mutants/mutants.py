@@ -189,16 +189,15 @@ FIRST: dict[str, tuple[str, ...]] = {
     "training/checkpoint.py": ("tests/training/test_recipes.py",),
     "training/heads.py": (
         "tests/training/test_scores.py::test_numbers_far_from_0_are_scored_by_their_differences",
-        "tests/training/test_recipes.py",
         "tests/training/test_scores.py",
     ),
     "training/metrics.py": (
-        "tests/training/test_recipes.py",
         "tests/training/test_scores.py::test_precision_calibration_and_own_metrics_are_those_of_several_labels",
         "tests/training/test_scores.py",
     ),
     "training/tasks.py": (
-        "tests/training/test_recipes.py",
+        "tests/training/test_scores.py::test_the_metric_of_a_label_chooses_the_best_epoch",
+        "tests/training/test_scores.py::test_a_plateau_lowers_the_rate",
         "tests/training/test_scores.py",
     ),
     "training/train.py": (
@@ -208,7 +207,10 @@ FIRST: dict[str, tuple[str, ...]] = {
         "tests/training/test_data.py",
         "tests/training/test_torchrun.py::test_processes_share_a_batch_and_draw_other_random_numbers",
     ),
-    "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_scores.py"),
+    "training/run.py": (
+        "tests/training/test_scores.py::test_improvements_below_min_delta_count_for_the_best_epoch_and_not_for_patience",
+        "tests/training/test_resuming.py",
+    ),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
     "conversion/collect.py": ("tests/conversion/test_converting.py",),

@@ -192,8 +192,6 @@ def train(sets: Sets, out: Path, **options: Any) -> Any:
 
 
 class Both(nn.Module):
-    """A model of an image and numbers."""
-
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.of_image, self.of_numbers = nn.Linear(192, outputs), nn.Linear(4, outputs)
@@ -299,8 +297,6 @@ def test_targets_of_undeclared_labels_are_beside_predictions(sets: Sets, tmp_pat
 
 
 class Own:
-    """A field of the user's."""
-
     names = ("png",)
     example = wt.Example((3, 8, 8), "float32")
 
@@ -320,12 +316,10 @@ def array(length: int, dtype: str) -> dict[str, Any]:
         ({"fields": {"label": wt.label()}}, "gives no input of the model.*Labels are named"),
         ({"fields": {"a b": wt.image(size=8), "b": IMAGE["image"]}}, "names an input 'a b'"),
         ({"fields": {**IMAGE, "label": wt.label(classes=["x", "y"])}}, "reads another value"),
-        ({"val_fields": {**IMAGE, "label": wt.number("json.age")}}, "reads another value"),
         ({"fields": {**IMAGE, "label": Own()}}, "reads another value"),
         ({"fields": {"image": "png"}}, "must be a dict of fields"),
         ({"fields": {"image": wt.image()}}, "without a fixed size"),
         ({"fields": array(4, "float32")}, "No good sample"),
-        ({"fields": {"image": wt.number("json.height")}}, "No good sample"),
         ({"val_fields": {"image": wt.image(size=8, augment="flip")}}, "val_fields= augments image"),
         ({"fields": {"image": Own()}, "augment": "flip"}, "augment='flip' has no effect with fiel"),
         ({"val": None, "val_fields": IMAGE}, "val_fields and the schedule plateau need"),

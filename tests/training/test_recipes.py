@@ -154,14 +154,6 @@ def test_a_config_file_is_read_and_unknown_options_are_refused(tmp_path: Path, e
             Config.of(read_config(str(path))[0])
 
 
-def test_saved_options_of_a_run_are_read_back_equal(tmp_path: Path) -> None:
-    config = Config(label='a,"b"', lr=1e-4, clip_norm=1.0, deterministic=True, augment="rrc+flip")
-    (tmp_path / "config.toml").write_text(config.toml({"train": ["a b", "ü"], "val": None}))
-    options, data = read_config(str(tmp_path / "config.toml"))
-    assert Config.of(options) == config
-    assert data == {"train": ["a b", "ü"]}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -283,19 +283,11 @@ def test_weights_of_a_run_have_a_normalization_and_keep_the_meaning_of_their_cla
     inputs = torch.load(last(tmp_path / "run"), weights_only=True)["inputs"]
     assert (list(inputs["mean"]), list(inputs["std"])) == ([0.5] * 3, [0.25] * 3)
     wt.train(shards, tmp_path / "first", model=Linear, **SMALL)
-    state = torch.load(last(tmp_path / "first"), weights_only=True)
-    state["model"]["1.weight"].zero_()
-    state["model"]["1.bias"].fill_(5)  # each image is of the class b
-    torch.save(state, tmp_path / "b.pt")
-    samples = ({"png": small_image(i), "cls": int(i % 4 != 0)} for i in range(24))
+    samples = ({"png": small_image(i), "cls": i % 2} for i in range(24))
     wt.pack(samples, tmp_path / "other", classes=["b", "a"])
-    options: dict[str, Any] = {**SMALL, "model": Linear, "lr": 1e-30, "weight_decay": 0.0}
-    options |= {"val": tmp_path / "other", "weights": tmp_path / "b.pt", "progress": Lines()}
-    run = unless_refused(
-        lambda: wt.train(tmp_path / "other", tmp_path / "again", **options), "class"
-    )
-    if run is not None and "1.weight" not in options["progress"].text:  # where it is named as new
-        assert run.val["accuracy"] == pytest.approx(1 / 4)
+    options = {**SMALL, "model": Linear, "weights": last(tmp_path / "first"), "progress": Lines()}
+    wt.train(tmp_path / "other", tmp_path / "again", **options)
+    assert "new weights: 1.weight, 1.bias" in options["progress"].text  # other numbers of classes
 
 
 @pytest.mark.parametrize(
