@@ -77,8 +77,8 @@ def test_train_and_val_may_be_named_splits_but_not_several_unnamed_splits(
         f"{shards}/{{train,extra}}-*.tar",
     ]
     for number, urls in enumerate(named):
-        val, out = [f"{shards}/val-*.tar"], tmp_path / str(number)
-        done = wt.train(urls, out, val=val, model=Linear, **QUICK)
+        out = tmp_path / str(number)
+        done = wt.train(urls, out, val=[f"{shards}/val-*.tar"], model=Linear, **QUICK)
         assert sizes(done) == (counts[0] + counts[1], counts[2])
     train, val = f"{shards}/train-*.tar", f"{shards}/val-*.tar"
     for urls, options, words in (

@@ -215,9 +215,9 @@ def test_the_array_of_an_own_field_starts_as_zeros(tmp_path: Path) -> None:
     for number in range(40):
         (images / f"{number:02d}.png").write_bytes(small_image(3))
     for urls in (shards, images):
-        options = {"model": Linear, "fields": {"image": Corner(filled=24)}, "batch_size": 8}
+        options = {"model": Linear, "fields": {"image": (field := Corner(24))}, "batch_size": 8}
         wt.predict(last(tmp_path / "run"), urls, tmp_path / "p.csv", **options)
-        assert options["fields"]["image"].dirty == 0
+        assert field.dirty == 0
 
 
 @pytest.mark.parametrize(("mean", "scale"), [(0.0, 1.0), (1_700_000_000, 1.0), (4e6, 1e-3)])
@@ -345,8 +345,8 @@ def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pixels = np.clip(rng.normal(40 + 170 * light, 10, (16, 16, 3)), 0, 255).astype(np.uint8)
         tags = {"dim": light < 0.7, "lit": light > 0.3, "white": light > 0.8}
         kind, shade = ("no", "yes")[light > 0.5], SHADES[int(light * 3)]
-        labels = {"kind": kind, "shade": shade, "light": light}
-        rows.append({"png": pixels, "json": {**labels, "tags": [n for n in tags if tags[n]]}})
+        own = {"kind": kind, "shade": shade, "light": light}
+        rows.append({"png": pixels, "json": {**own, "tags": [n for n in tags if tags[n]]}})
     labels = [
         wt.Label("kind", "class", "json", "kind", ("no", "yes")),
         wt.Label("shade", "class", "json", "shade", SHADES),

@@ -230,7 +230,7 @@ def test_an_own_metric_chooses_the_best_epoch_and_the_rate_by_its_direction(
     tmp_path: Path, name: str
 ) -> None:
     root, r2 = torchmetrics.MeanSquaredError(squared=False), torchmetrics.R2Score()
-    options = {"metrics": {name: r2 if name == "r2" else root}, "monitor": name}
+    options: dict[str, Any] = {"metrics": {name: r2 if name == "r2" else root}, "monitor": name}
     options |= {"patience": 1, "schedule": "plateau", "plateau_epochs": 1}
     run, text = fallen(tmp_path, *("yx" if "/" in name else "y"), **options)
     assert [line["lr"] for line in run.epochs] == [1e-12] * 4

@@ -99,6 +99,7 @@ class Lerp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -150,6 +151,7 @@ class Temperature(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.ones(2))
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
