@@ -18,4 +18,4 @@ export OMP_NUM_THREADS=1 PYTHONPATH="$ROOT"
 exec "$env/bin/python" -m pytest -o filterwarnings=default -m "not slow and not alone" \
     tests/order tests/shards tests/memory tests/reader tests/loader/test_loader.py tests/loader/test_selection.py \
     tests/decode/test_fields.py tests/conversion/test_converting.py tests/conversion/test_tables.py \
-    tests/training/test_training.py tests/test_lower_bounds.py "$@"
+    tests/training/test_user_objects.py tests/test_lower_bounds.py "$@"

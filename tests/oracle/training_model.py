@@ -69,7 +69,7 @@ class Sample:
 
 
 def draw_samples(rng: random.Random, count: int, bad: int, dtype: str) -> list[Sample]:
-    """Return random samples, of which `bad` have inputs that cannot be read."""
+    """Return random samples; `bad` of them have inputs that cannot be read."""
     numbers = np.random.default_rng(rng.getrandbits(64))
     bad_rows, samples = rng.sample(range(count), bad), []
     for row in range(count):

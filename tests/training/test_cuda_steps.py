@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import write_class_folder
+from tests.support.small_runs import two_classes
 from wdstrain.training.run import Run as TrainingRun
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"
 )
 
-_LOOKS = "validation.py"  # reads the sums for the progress about twice per second
+LOOKS = "validation.py"  # reads the sums for the progress about twice per second
 
 
 class ReportWaits(wt.Callback):
@@ -41,8 +41,7 @@ class ReportWaits(wt.Callback):
     ],
 )
 def test_steps_do_not_wait_for_the_device(tmp_path: Path, options: dict[str, Any]) -> None:
-    photos = write_class_folder(tmp_path / "photos", {"cat": 60, "dog": 60, "eel": 60})
-    wt.convert_folder(photos, tmp_path / "shards")
+    two_classes(tmp_path / "shards", 180)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -57,17 +56,15 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path, options: dict[str, Any
     waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     expected = [w for w in waits if w.filename == __file__]
     assert len(expected) == 1
-    others = [w for w in waits if w not in expected and not w.filename.endswith(_LOOKS)]
+    others = [w for w in waits if w not in expected and not w.filename.endswith(LOOKS)]
     assert [f"{w.filename}:{w.lineno}" for w in others] == []
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wt.convert_folder(
-        write_class_folder(tmp_path / "photos", {"cat": 6, "dog": 6}), tmp_path / "shards"
-    )
+    shards = two_classes(tmp_path / "shards", 12)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(wt.UsageError, match="local rank 99.*start one process per GPU"):
-        wt.train(tmp_path / "shards", tmp_path / "run", epochs=1, device="auto")
+        wt.train(shards, tmp_path / "run", epochs=1, device="auto")

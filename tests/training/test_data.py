@@ -1,20 +1,23 @@
-"""Training and validation samples of a run, and the source of their labels."""
+"""Samples of a run, the source of their labels, and inputs that the user gives."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 import webdataset as wds
 from PIL import Image
+from torch import Tensor, nn
 
 import wdstrain as wt
 from tests.conftest import encoded
-from tests.support.small_runs import Linear, Lines, last, rows_of
+from tests.support.small_runs import Linear, Lines, last, rows_of, saved, small_image
+from wdstrain.cli import main
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 8}
 KINDS = ("cat", "dog", "elk")
@@ -45,9 +48,6 @@ def sizes(run: wt.TrainResult) -> tuple[int, int]:
     return line["samples"] + line["left_out"], int(run.val["samples"])
 
 
-# --- folds ---
-
-
 @pytest.mark.parametrize("where", ["key != ''", "group == 1"])
 def test_each_fold_validates_on_its_part_and_trains_on_the_others(
     shards: Path, tmp_path: Path, where: str
@@ -67,19 +67,9 @@ def test_each_fold_validates_on_its_part_and_trains_on_the_others(
         assert [row["key"] for row in rows_of(table)] == val.keys(range(len(val)))
 
 
-def test_a_fold_excludes_validation_data_and_other_splits(shards: Path, tmp_path: Path) -> None:
-    train, val = f"{shards}/train-*.tar", f"{shards}/val-*.tar"
-    with pytest.raises(wt.UsageError, match="Give either fold or val"):
-        wt.train(train, tmp_path / "run", val=val, fold="1/3", **QUICK)
-    with pytest.raises(wt.UsageError, match="holds several splits"):
-        wt.train(shards, tmp_path / "run", fold="1/3", **QUICK)
-    assert not (tmp_path / "run").exists()
-
-
-# --- splits ---
-
-
-def test_train_and_val_may_be_named_splits(shards: Path, tmp_path: Path) -> None:
+def test_train_and_val_may_be_named_splits_but_not_several_unnamed_splits(
+    shards: Path, tmp_path: Path
+) -> None:
     counts = [len(wt.open(f"{shards}/{split}-*.tar")) for split in ("train", "extra", "val")]
     named: list[Any] = [
         [f"{shards}/train-*.tar", f"{shards}/extra-*.tar"],
@@ -87,14 +77,20 @@ def test_train_and_val_may_be_named_splits(shards: Path, tmp_path: Path) -> None
         f"{shards}/{{train,extra}}-*.tar",
     ]
     for number, urls in enumerate(named):
-        val, out = [f"{shards}/val-*.tar"], tmp_path / str(number)
-        done = wt.train(urls, out, val=val, model=Linear, **QUICK)
+        out = tmp_path / str(number)
+        done = wt.train(urls, out, val=[f"{shards}/val-*.tar"], model=Linear, **QUICK)
         assert sizes(done) == (counts[0] + counts[1], counts[2])
-    with pytest.raises(wt.UsageError, match="holds several splits: extra, train, val"):
-        wt.train(f"{shards}/*.tar", tmp_path / "run", val=f"{shards}/val-*.tar", **QUICK)
-
-
-# --- labels of shards that declare none ---
+    train, val = f"{shards}/train-*.tar", f"{shards}/val-*.tar"
+    for urls, options, words in (
+        (f"{shards}/*.tar", {"val": val}, "holds several splits: extra, train, val"),
+        (shards, {"fold": "1/3"}, "holds several splits"),
+        (train, {"val": val, "fold": "1/3"}, "Give either fold or val"),
+    ):
+        with pytest.raises(wt.UsageError, match=words):
+            wt.train(urls, tmp_path / "run", **options, **QUICK)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(wt.UsageError, match="several splits"):
+        wt.evaluate(last(tmp_path / "0"), shards, model=Linear)
 
 
 @pytest.mark.parametrize(
@@ -123,26 +119,19 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
     assert done.val["accuracy"] == 1.0
 
 
-def test_numeric_classes_are_learned_as_class_numbers(tmp_path: Path) -> None:
-    labels = [
-        wt.Label("age", "class", "json", "age", ("20", "30")),
-        wt.Label("kind", "class", "json", "kind", ("cat", "dog")),
+def test_classes_may_be_learned_as_numbers_if_they_are_numbers(tmp_path: Path) -> None:
+    ages, kinds = [20, 30] * 8, ["cat", "dog"] * 8
+    labels = [wt.Label("age", "class", "json", "age", ("20", "30"))]
+    labels += [wt.Label("kind", "class", "json", "kind", ("cat", "dog"))]
+    rows = [
+        {"png": image(0), "json": {"age": a, "kind": k}} for a, k in zip(ages, kinds, strict=True)
     ]
-    samples = (
-        {"png": image(i), "json": {"age": 20 + 10 * (i % 2), "kind": KINDS[i % 2]}}
-        for i in range(16)
-    )
-    wt.pack(samples, tmp_path / "shards", labels=labels)
-    done = wt.train(
-        tmp_path / "shards", tmp_path / "run", label="age:number", model=Linear, **QUICK
-    )
-    head = done.task.heads[0]
+    wt.pack(rows, tmp_path / "set", labels=labels)
+    options = {**QUICK, "model": Linear}
+    head = wt.train(tmp_path / "set", tmp_path / "run", label="age:number", **options).task.heads[0]
     assert (head.kind, head.mean, head.deviation) == ("number", 25, 5)
     with pytest.raises(wt.UsageError, match="cannot be learned as 'number': its values are names"):
-        wt.train(tmp_path / "shards", tmp_path / "other", label="kind:number", **QUICK)
-
-
-# --- terminal output ---
+        wt.train(tmp_path / "set", tmp_path / "other", label="kind:number", **options)
 
 
 def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
@@ -161,25 +150,191 @@ def test_a_run_prints_its_data_and_the_best_checkpoint(shards: Path, tmp_path: P
     ]
 
 
-# --- usage ---
+def test_the_image_size_may_be_height_and_width(shards: Path, tmp_path: Path) -> None:
+    """The model takes images of 4 x 16 pixels."""
+    model = "tests.support.small_runs:Linear"
+    (tmp_path / "recipe.toml").write_text("image_size = [4, 16]\n")
+    words = ["train", str(shards), "--model", model, "--epochs", "1", "--batch-size", "8"]
+    assert main([*words, "--out", f"{tmp_path}/flag", "--image-size", "4x16"]) == 0
+    assert main([*words, "--out", f"{tmp_path}/file", "--config", f"{tmp_path}/recipe.toml"]) == 0
+    wt.train(shards, tmp_path / "keyword", model=model, **{**QUICK, "image_size": (4, 16)})
+    for name in ("flag", "file", "keyword"):
+        assert saved(tmp_path / name)["1.weight"].shape == (3, 192)
+
+
+TWICE: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 0.01}
+CLASSES = ["ant", "bee", "cow"]
+
+
+def sample(number: int) -> dict[str, Any]:
+    entries = {"age": number / 2, "kind": number % 3, "tags": CLASSES[: number % 3]}
+    fields = {"png": small_image(number), "x.npy": np.full(3, number / 40, np.float32)}
+    return {"__key__": f"{number:03d}", **fields, "cls": number % 3, "json": entries}
+
+
+class Sets(NamedTuple):
+    train: Path
+    val: Path
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Sets:
+    """Samples 0 to 23 for training and 24 to 39 for validation, with one declared label."""
+    out = tmp_path_factory.mktemp("inputs")
+    sets = Sets(out / "train", out / "val")
+    for path, numbers in zip(sets, (range(24), range(24, 40)), strict=True):
+        wt.pack(map(sample, numbers), path, classes=CLASSES, shuffle=False)
+    return sets
+
+
+def train(sets: Sets, out: Path, **options: Any) -> Any:
+    return wt.train(sets.train, out, **{"val": sets.val, **TWICE, **options})
+
+
+class Both(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.of_image, self.of_numbers = nn.Linear(192, outputs), nn.Linear(4, outputs)
+
+    def forward(self, image: Tensor, x: Tensor, age: Tensor) -> Tensor:
+        numbers = torch.cat([x, age[:, None]], 1)
+        result: Tensor = self.of_image(image.flatten(1)) + self.of_numbers(numbers)
+        return result
+
+
+SEVERAL = {
+    "image": wt.image(size=8),
+    "x": wt.array("x.npy", shape=(3,), dtype="float32"),
+    "age": wt.number("json.age"),
+}
+
+
+def test_files_of_images_are_refused_and_an_exported_model_names_its_inputs(
+    sets: Sets, tmp_path: Path
+) -> None:
+    inputs: dict[str, Any] = {"model": Both, "fields": SEVERAL}
+    train(sets, tmp_path / "run", epochs=1, **inputs)
+    wt.export(last(tmp_path / "run"), tmp_path / "m.pt2", model=Both)
+    about = json.loads((tmp_path / "m.pt2.json").read_text())["inputs"]
+    shapes = {"image": [None, 3, 8, 8], "x": [None, 3], "age": [None]}
+    assert {own["name"]: own["shape"] for own in about} == shapes
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(small_image(1))
+    with pytest.raises(wt.UsageError, match="image files give one input, and the model has 3"):
+        wt.predict(last(tmp_path / "run"), tmp_path / "images", tmp_path / "q.csv", **inputs)
+
+
+class Kinds(nn.Module):
+    """A model of a class number, a list of classes and tokens, which keeps the class numbers."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(3, 4), nn.Linear(10, outputs)
+        self.seen: list[Tensor] = []
+
+    def forward(self, kind: Tensor, tags: Tensor, tokens: Tensor) -> Tensor:
+        assert (tokens.dtype, kind.dtype, tags.dtype) == (torch.int64, torch.int64, torch.float32)
+        self.seen.append(kind)
+        kinds = nn.functional.one_hot(kind, 3)
+        return self.linear(torch.cat([kinds, tags, self.words(tokens).mean(1)], 1))
+
+
+def test_class_numbers_tokens_and_lists_of_classes_are_inputs_with_the_numbers_of_training(
+    tmp_path: Path,
+) -> None:
+    """Also for sets that number the same classes differently."""
+    sets, rows = (
+        Sets(tmp_path / "train", tmp_path / "val"),
+        [
+            {
+                "__key__": f"{n:03d}",
+                "json": {"age": n, "kind": CLASSES[n % 3], "tags": CLASSES[: n % 3]},
+                "t.npy": np.full(5, n % 3),
+            }
+            for n in range(40)
+        ],
+    )
+    for path, part, classes in zip(
+        sets, (rows[:24], rows[24:]), (("ant", "bee", "cow"), ("cow", "ant", "bee")), strict=True
+    ):
+        labels = [
+            wt.Label("kind", "class", "json", "kind", classes),
+            wt.Label("tags", "multi", "json", "tags", classes),
+            wt.Label("age", "number", "json", "age"),
+        ]
+        wt.pack(part, path, labels=labels, shuffle=False)
+    fields = {"kind": wt.label("json.kind"), "tags": wt.label("json.tags", multi=True)}
+    fields |= {"tokens": wt.array("t.npy", shape=(5,), dtype="int64")}
+    done = train(sets, tmp_path / "run", model=Kinds, fields=fields, label="age")
+    assert torch.cat(done.model.seen[-2:]).tolist() == [n % 3 for n in range(24, 40)]
+    best, predicted = last(tmp_path / "run"), []
+    for given in ({}, {"fields": fields}):
+        metrics = wt.evaluate(best, sets.val, model=Kinds, **given)[1]
+        assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6)
+    for path in sets:
+        wt.predict(best, path, tmp_path / "p.csv", model=Kinds)
+        predicted.append({(int(r["key"]) % 3, r["age"]) for r in rows_of(tmp_path / "p.csv")})
+    assert predicted[0] == predicted[1]
+
+
+def test_the_image_size_of_a_model_comes_from_its_field(sets: Sets, tmp_path: Path) -> None:
+    """The model "small" immediately halves images of 48 pixels and more."""
+    done = train(sets, tmp_path / "fields", fields={"image": wt.image(size=48)})
+    other = train(sets, tmp_path / "options", image_size=48)
+    torch.testing.assert_close(done.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+    metrics = wt.evaluate(last(tmp_path / "fields"), sets.val)[1]
+    assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-6) == other.val["loss"]
+
+
+def test_targets_of_undeclared_labels_are_beside_predictions(sets: Sets, tmp_path: Path) -> None:
+    bare = Sets(tmp_path / "train.tar", tmp_path / "val.tar")
+    for path, packed in zip(bare, sets, strict=True):
+        path.write_bytes((packed / "train-000000.tar").read_bytes())
+    train(bare, tmp_path / "run", label="cls", classes=CLASSES, image_size=8)
+    wt.predict(last(tmp_path / "run"), bare.val, tmp_path / "p.csv")
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["label_true"] for row in rows] == [CLASSES[n % 3] for n in range(24, 40)]
+
+
+class Own:
+    names = ("png",)
+    example = wt.Example((3, 8, 8), "float32")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None: ...
+
+
+IMAGE = {"image": wt.image(size=8)}
+
+
+def array(length: int, dtype: str) -> dict[str, Any]:
+    return {"x": wt.array("x.npy", shape=(length,), dtype=dtype)}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "words"),
     [
-        (["train", ".", "--out", "run", "--lr", "-1"], "--lr -1.0: must be a finite number"),
-        (["train", ".", "--out", "run", "--fold", "9/3"], "--fold: 9/3 must be K/N"),
+        ({"fields": {"label": wt.label()}}, "gives no input of the model.*Labels are named"),
+        ({"fields": {"a b": wt.image(size=8), "b": IMAGE["image"]}}, "names an input 'a b'"),
+        ({"fields": {**IMAGE, "label": wt.label(classes=["x", "y"])}}, "reads another value"),
+        ({"fields": {**IMAGE, "label": Own()}}, "reads another value"),
+        ({"fields": {"image": "png"}}, "must be a dict of fields"),
+        ({"fields": {"image": wt.image()}}, "without a fixed size"),
+        ({"fields": array(4, "float32")}, "No good sample"),
+        ({"val_fields": {"image": wt.image(size=8, augment="flip")}}, "val_fields= augments image"),
+        ({"fields": {"image": Own()}, "augment": "flip"}, "augment='flip' has no effect with fiel"),
+        ({"val": None, "val_fields": IMAGE}, "val_fields and the schedule plateau need"),
+        ({"model": Linear, "fields": SEVERAL}, "not take the keyword arguments image, x, age"),
+        ({"model": Both, "fields": SEVERAL, "mixup": 0.2}, "need a single input"),
+        ({"fields": SEVERAL, "image_size": 32}, "image_size=32 has no effect with fields="),
+        (
+            {"model": Both, "fields": SEVERAL, "val_fields": {**SEVERAL, **array(3, "float64")}},
+            "x: float64",
+        ),
     ],
 )
-def test_usage_errors_import_no_torch(tmp_path: Path, words: list[str], message: str) -> None:
-    code = (
-        "import sys\n"
-        "from wdstrain.cli import main\n"
-        f"status = main({words!r})\n"
-        "print(status, 'torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2 False\n"
-    assert message in done.stderr
+def test_fields_that_are_no_inputs_or_do_not_fit_other_options_are_refused(
+    sets: Sets, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((wt.UsageError, wt.SampleError), match=words):
+        train(sets, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.support.servers import serving
+from tests.support.children import ended
 from tests.support.small_runs import PLAIN, SMALL, Linear, last, rows_of, small_image, two_classes
 from wdstrain.cli import main
 
@@ -33,109 +31,62 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return last(out)
 
 
-def test_a_second_process_is_refused(
-    run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    val = shards / "val-000000.tar"
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
-        wt.predict(run, val, tmp_path / "p.csv")
-
-
-# --- as in training ---
-
-
 class Inverted:
-    """Inverted images, as a user-defined field."""
-
-    names = ("png",)
-    example = wt.Example((8, 8, 3), "uint8", channels_last=True)
+    names, example = ("png",), wt.Example((8, 8, 3), "uint8", channels_last=True)
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
         wt.image(size=8).read(name, data, out, draws)
         out[...] = 255 - out
 
 
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
+def test_a_second_process_and_fields_with_other_inputs_are_refused(
+    run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    val = f"{shards}/val-*.tar"
+    for field, words in (
         (wt.image(size=(8, 12)), r"was trained on image: uint8\[3, 8, 8\]"),
         (wt.image(), "without a fixed size"),
-    ],
-)
-def test_fields_with_other_inputs_are_refused(
-    run: Path, shards: Path, tmp_path: Path, field: Any, words: str
-) -> None:
-    val, fields = f"{shards}/val-*.tar", {"image": field}
-    for call in (
-        lambda: wt.evaluate(run, val, fields=fields),
-        lambda: wt.predict(run, val, tmp_path / "p.csv", fields=fields),
     ):
         with pytest.raises(wt.UsageError, match=words):
-            call()
+            wt.evaluate(run, val, fields={"image": field})
+        with pytest.raises(wt.UsageError, match=words):
+            wt.predict(run, val, tmp_path / "p.csv", fields={"image": field})
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
+        wt.predict(run, val, tmp_path / "p.csv")
 
 
 def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) -> None:
     wt.train(shards, tmp_path / "run", fields={"image": Inverted()}, **SMALL)
-    checkpoint, val = last(tmp_path / "run"), f"{shards}/val-*.tar"
     with pytest.raises(wt.UsageError, match="a field of your own, Inverted"):
-        wt.evaluate(checkpoint, val)
+        wt.evaluate(last(tmp_path / "run"), f"{shards}/val-*.tar")
     words = r"the input was .*source='Inverted'.*, is .*source='image'"
     with pytest.raises(wt.UsageError, match=words):
         wt.train(shards, tmp_path / "run", resume=True, **{**SMALL, "epochs": 2})
 
 
-def test_options_of_the_checkpoint_are_refused(shards: Path, run: Path, tmp_path: Path) -> None:
-    val, table = shards / "val-000000.tar", tmp_path / "p.csv"
-    stored = {"epochs": 9, "lr": 5.0, "label": "x", "augment": "rrc", "image_size": 64}
-    for name, value in {**stored, "class_weights": "balanced"}.items():
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            wt.evaluate(run, val, **{name: value})
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            wt.predict(run, val, table, **{name: value})
-    assert not table.exists()
-
-
 # --- a row for every image ---
 
-SLOW = pytest.mark.slow
 GOOD, BAD = small_image(1), small_image(1)[:45]
 
 
-@pytest.mark.parametrize("source", ["shards", "files", pytest.param("workers", marks=SLOW)])
 @pytest.mark.parametrize(
     "pictures",
-    [
-        [BAD],
-        [BAD] * 20,
-        [GOOD] * 8 + [BAD],
-        [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3,
-        [GOOD, None, BAD, GOOD],
-    ],
-    ids=["one", "all", "last", "many", "missing"],
+    [[BAD] * 20, [GOOD] * 3 + [BAD] * 120 + [None] + [GOOD] * 3],
+    ids=["all bad", "many bad and one missing"],
 )
-def test_every_image_has_its_row(
-    run: Path, tmp_path: Path, pictures: list[bytes | None], source: str
-) -> None:
-    urls, options = tmp_path / "set", {"batch_size": 8, "num_workers": int(source == "workers")}
-    if source == "files":
-        pictures = [data for data in pictures if data is not None]
-        urls.mkdir()
-        for i, data in enumerate(pictures):
-            (urls / f"k{i:03d}.png").write_bytes(data or b"")
-    else:
-        fields = ({"png": data} if data else {"txt": b"no picture"} for data in pictures)
-        samples = ({"__key__": f"k{i:03d}", **own} for i, own in enumerate(fields))
-        wt.pack(samples, urls, shuffle=False)
-    done = wt.predict(run, urls, tmp_path / "p.csv", **options)
-    rows = rows_of(tmp_path / "p.csv")
-    assert [row["key"].removesuffix(".png") for row in rows] == [
-        f"k{i:03d}" for i in range(len(pictures))
+def test_every_image_has_its_row(run: Path, tmp_path: Path, pictures: list[bytes | None]) -> None:
+    fields = ({"png": data} if data else {"txt": b"no picture"} for data in pictures)
+    samples = ({"__key__": f"k{i:03d}", **own} for i, own in enumerate(fields))
+    wt.pack(samples, tmp_path / "set", shuffle=False)
+    done = wt.predict(run, tmp_path / "set", tmp_path / "p.csv", batch_size=8)
+    rows = [
+        (row["key"], bool(row["error"]), bool(row["label"])) for row in rows_of(tmp_path / "p.csv")
     ]
-    assert [bool(row["error"]) for row in rows] == [data != GOOD for data in pictures]
-    assert [bool(row["label"]) for row in rows] == [data == GOOD for data in pictures]
-    assert (done.rows, done.bad) == (len(pictures), sum(data != GOOD for data in pictures))
+    good = [data == GOOD for data in pictures]
+    assert rows == [(f"k{i:03d}", not is_good, is_good) for i, is_good in enumerate(good)]
+    assert (done.rows, done.bad) == (len(pictures), good.count(False))
 
 
 def test_an_image_with_changed_bytes_has_its_row(run: Path, tmp_path: Path) -> None:
@@ -150,8 +101,9 @@ def test_an_image_with_changed_bytes_has_its_row(run: Path, tmp_path: Path) -> N
     assert "not those that were packed" in row["error"]
 
 
-def test_an_unreadable_label_does_not_hide_the_prediction(tmp_path: Path) -> None:
-    """And true numbers have all their digits."""
+def test_an_unreadable_label_hides_no_prediction_and_numbers_have_all_digits(
+    tmp_path: Path,
+) -> None:
     label, digits = wt.Label("y", "number", "json", "y"), [1_700_000_001, 1e-12, -0.1, 1 / 3]
     for name, values in (("whole", [*range(8)]), ("odd", [0.5, "cow", 1, None, *digits])):
         samples = (
@@ -181,9 +133,6 @@ def test_each_bad_image_has_its_own_reason_even_with_equal_keys(run: Path, tmp_p
     assert errors[0] != errors[40]
 
 
-# --- images of every kind ---
-
-
 # tests/oracle/test_training.py draws arrays of one dimension.
 ARRAYS = [("uint8", (1, 8, 8)), ("uint8", (4, 8, 8)), ("float64", (3, 8, 8)), ("int64", (3, 8, 8))]
 
@@ -210,22 +159,12 @@ def test_arrays_of_every_kind_are_trained_scored_predicted_and_exported(
         assert share == pytest.approx(float(row["label_1"]), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "options", "words"),
-    [
-        ("complex64", (3, 8, 8), {}, r"complex64\[3, 8, 8\]: must be real numbers"),
-        ("float32", (3, 8, 8), {"mixup": 0.2}, r"float32\[3, 8, 8\]: mixup"),
-        ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\]: mixup"),
-    ],
-)
-def test_images_that_do_not_fit_an_option_are_refused_before_any_write(
-    tmp_path: Path, dtype: str, shape: tuple[int, ...], options: dict[str, Any], words: str
-) -> None:
-    wt.pack(({"x.npy": np.ones(shape, dtype), "cls": i % 2} for i in range(16)), tmp_path / "set")
-    options |= {"model": functools.partial(Linear, inputs=int(np.prod(shape))), **PLAIN}
-    fields = {"image": wt.array("x.npy", shape=shape, dtype=dtype)}
-    with pytest.raises(wt.UsageError, match=words):
-        wt.train(tmp_path / "set", tmp_path / "run", fields=fields, **options)
+def test_complex_arrays_are_refused_before_any_write(tmp_path: Path) -> None:
+    samples = ({"x.npy": np.ones(192, np.complex64), "cls": i % 2} for i in range(16))
+    wt.pack(samples, tmp_path / "set")
+    options = {"fields": {"image": wt.array("x.npy", shape=(192,), dtype="complex64")}, **PLAIN}
+    with pytest.raises(wt.UsageError, match=r"complex64\[192\]: must be real numbers"):
+        wt.train(tmp_path / "set", tmp_path / "run", model=Linear, **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -241,43 +180,33 @@ def test_a_non_finite_target_is_a_bad_sample(tmp_path: Path, value: float) -> No
     assert np.isfinite(done.epochs[0]["loss"])
 
 
-def test_training_has_max_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [{"__key__": f"k{i}", "png": small_image(i), "cls": i % 2} for i in range(40)]
-    samples[7]["png"] = b"\x89PNG\r\n\x1a\n nothing"
-    wt.pack(samples, tmp_path / "set", classes=["no", "yes"])
-    sizes = ["--batch-size", "8", "--image-size", "8"]
-    words = ["train", str(tmp_path / "set"), "--epochs", "1", *sizes]
-    out = ["--out", str(tmp_path / "run")]
-    assert main([*words, *out, "--max-errors", "0.1"]) == 2  # may replace no sample
-    assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
-    assert main([*words, *out, "--on-error", "replace"]) == 1
-    assert "hint: Allow a greater share of bad samples to go on." in capsys.readouterr().err
-    assert main([*words, *out, "--overwrite", "--on-error", "replace", "--max-errors", "0.1"]) == 0
+def test_max_errors_needs_on_error_and_has_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = ({"png": GOOD if i else BAD, "cls": i % 2} for i in range(40))
+    wt.pack(fields, tmp_path / "set", classes=["no", "yes"])
+    words = ["train", str(tmp_path / "set"), "--epochs", "1", "--batch-size", "8"]
+    words += ["--image-size", "8", "--out", str(tmp_path / "run")]
     checkpoint = str(tmp_path / "run" / "checkpoints" / "best.pt")
     evaluate = ["evaluate", checkpoint, str(tmp_path / "set"), "--on-error", "replace"]
-    assert main(evaluate) == 1
-    assert main([*evaluate, "--max-errors", "0.1"]) == 0
+    hint, more = "hint: Allow a greater share of bad samples", ["--max-errors", "0.1"]
+    for command, status, text in (
+        ([*words, *more], 2, "--max-errors 0.1 needs --on-error replace"),
+        ([*words, "--on-error", "replace"], 1, hint),
+        ([*words, "--overwrite", "--on-error", "replace", *more], 0, ""),
+        (evaluate, 1, hint),
+        ([*evaluate, *more], 0, ""),
+    ):
+        assert main(command) == status
+        assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["a file in the way", "no space", "read-only"])
 def test_an_output_that_cannot_be_written_is_named_before_any_work(
-    shards: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    fault: str,
-    capsys: pytest.CaptureFixture[str],
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if fault == "a file in the way":
-        folder, words = tmp_path / "file", ""
-        folder.write_text("")
-    else:
-        folder = request.getfixturevalue("small_disk")
-        words = "No space left" if fault == "no space" else "Read-only file system"
-        (folder / "rest").write_bytes(bytes(1 << 20))
-    if fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    damaged = tmp_path / "no-checkpoint.pt"  # read later than the output is checked
-    damaged.write_bytes(b"nothing")
+    folder, damaged = tmp_path / "file", tmp_path / "no-checkpoint.pt"
+    folder.write_text("")
+    damaged.write_bytes(b"nothing")  # read later than the output is checked
     for command in (
         ["train", str(shards), "--batch-size", "999", "--out", str(folder / "run")],
         ["predict", str(damaged), str(shards), "--out", str(folder / "p.csv")],
@@ -285,67 +214,44 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     ):
         assert main(command) == 1
         error, hint = capsys.readouterr().err.splitlines()
-        assert error.startswith(f"error: {command[-1]} cannot be written: {words}")
+        assert error.startswith(f"error: {command[-1]} cannot be written: ")
         assert hint.startswith(("hint: Choose another folder", "hint: Name a file in another"))
-    assert not folder.is_dir() or os.listdir(folder) == ["rest"]
 
 
-# --- types of options and models ---
-
-
-def test_options_may_be_numpy_numbers_paths_and_devices(shards: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lr": np.float64(1e-3), "epochs": np.int64(1), "keep": 3.0}
-    options |= {"compile": np.bool_(False), "device": torch.device("cpu")}
-    options |= {"cache_dir": tmp_path / "cache", "cache_limit": 10**9}
-    fields = {"image": wt.image(size=np.int64(8))}
-    wt.train(shards, tmp_path / "run", fields=fields, **{**SMALL, **options})
-    lines = {"lr = 0.001", "epochs = 1", "keep = 3", "compile = false", 'device = "cpu"'}
-    saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
-    assert lines | {'cache_limit = "1000000000"'} <= set(saved)
-
-
-def test_paths_are_saved_as_absolute_paths(
+def test_options_may_be_numpy_numbers_and_paths_which_are_saved_as_absolute_paths(
     shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     (tmp_path / "a" / "first.pt").write_bytes(run.read_bytes())
     monkeypatch.chdir(tmp_path / "a")
-    wt.train(shards, tmp_path / "run", cache_dir=Path("cache"), weights=Path("first.pt"), **SMALL)
+    options: dict[str, Any] = {"lr": np.float64(1e-3), "epochs": np.int64(1), "keep": 3.0}
+    options |= {"compile": np.bool_(False), "device": torch.device("cpu")}
+    options |= {"cache_dir": Path("cache"), "cache_limit": 10**9, "weights": Path("first.pt")}
+    wt.train(shards, tmp_path / "run", **{**SMALL, **options})
+    lines = {"lr = 0.001", "epochs = 1", "keep = 3", "compile = false", 'device = "cpu"'}
+    lines |= {f'cache_dir = "{tmp_path}/a/cache"', f'weights = "{tmp_path}/a/first.pt"'}
     saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
-    assert f'cache_dir = "{tmp_path}/a/cache"' in saved
-    assert f'weights = "{tmp_path}/a/first.pt"' in saved
+    assert lines | {'cache_limit = "1000000000"'} <= set(saved)
     monkeypatch.chdir(tmp_path / "b")
     assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--epochs", "2"]) == 0
 
 
 def test_a_module_is_trained_as_a_copy(shards: Path, tmp_path: Path) -> None:
     model = Linear(1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     done = wt.train(shards, tmp_path / "run", model=model, **SMALL)
-    assert not torch.equal(done.model.state_dict()["1.weight"], before["1.weight"])
     wt.evaluate(last(tmp_path / "run"), f"{shards}/val-*.tar", model=model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(wt.UsageError, match="must be"):
-        wt.train(shards, tmp_path / "other", model=Linear(3), **SMALL)
-    assert not (tmp_path / "other").exists()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not torch.equal(done.model.state_dict()["1.weight"], before["1.weight"])
 
 
-class Maker:
-    def __call__(self, outputs: int) -> torch.nn.Module:
-        return Linear(outputs)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [functools.partial(Linear, inputs=192), lambda outputs: Linear(outputs), Maker(), Linear(1)],
-)
 def test_a_run_started_from_python_resumes_from_the_shell(
-    shards: Path, tmp_path: Path, capsys: Any, make: Any
+    shards: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out, words = str(tmp_path / "run"), ["train", "--resume", "--out", str(tmp_path / "run")]
-    wt.train(shards, out, model=make, **SMALL)
-    wt.train(shards, out, model=make, resume=True, **{**SMALL, "epochs": 2})
+    for make, resume in ((functools.partial(Linear, inputs=192), False), (Linear(1), True)):
+        wt.train(shards, out, model=make, resume=resume, **{**SMALL, "epochs": 1 + resume})
     assert main([*words, "--epochs", "3"]) == 2
     assert "Give it: --model module:function" in capsys.readouterr().err
     assert main([*words, "--epochs", "3", "--model", "tests.support.small_runs:Linear"]) == 0
@@ -354,51 +260,27 @@ def test_a_run_started_from_python_resumes_from_the_shell(
 
 
 MINE = """
-import torch
-class Net(torch.nn.Module):
+from tests.support.small_runs import Linear
+class Net(Linear):
     def __init__(self, outputs):
         import parts
-        super().__init__()
-        self.last = parts.linear(outputs)
+        super().__init__(outputs)
     def forward(self, x):
-        if self.training:
-            import late
-            x = x * late.scale
-        return self.last(x.flatten(1))
+        import late
+        return super().forward(x)
+"""
+TRAIN = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+sys.path = [path for path in sys.path if path]
+from wdstrain.cli import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_a_model_can_import_modules_beside_it_at_any_time(shards: Path, tmp_path: Path) -> None:
-    parts = "import torch\ndef linear(o): return torch.nn.Linear(192, o)\n"
-    for name, text in (("parts", parts), ("late", "scale = 1.0\n"), ("mine", MINE)):
+    for name, text in (("parts", ""), ("late", ""), ("mine", MINE)):
         (tmp_path / f"{name}.py").write_text(text)
-    code = "import sys; sys.path.remove(''); from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))"
     words = f"train {shards} --out run --model mine:Net --epochs 1 --image-size 8 --batch-size 8"
-    command = [sys.executable, "-c", code, *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-# --- resume ---
-
-
-def test_a_regression_run_resumes_with_shards_on_a_server(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).normal(size=200).tolist()
-    samples = ({"__key__": f"{i:03d}", "png": GOOD, "json": {"y": y}} for i, y in enumerate(values))
-    wt.pack(samples, tmp_path / "set", labels=[wt.Label("y", "number", "json", "y")])
-    options = {**SMALL, "batch_size": 100}
-    wt.train(tmp_path / "set", tmp_path / "run", **options)
-    with serving(tmp_path / "set") as server:
-        done = wt.train(server.url, tmp_path / "run", resume=True, **{**options, "epochs": 2})
-    assert len(done.epochs) == 2
-
-
-def test_a_named_pipe_among_images_is_skipped_without_waiting(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.png").write_bytes(GOOD)
-    os.mkfifo(tmp_path / "in" / "b.png")
-    words = [str(run), str(tmp_path / "in"), "-o", str(tmp_path / "p.csv")]
-    assert main(["predict", *words]) == 1
-    good, pipe = (row["error"] for row in rows_of(tmp_path / "p.csv"))
-    assert good == ""
-    assert "it is a folder, a pipe or a device" in pipe
+    done = ended(TRAIN, tmp_path, *words.split())
+    assert done.status == 0, done.err
