@@ -88,13 +88,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/conversion/test_sources.py",
         "tests/conversion/test_tables.py",
         "tests/conversion/test_converting.py",
-        "tests/conversion/test_table_options.py",
         "tests/conversion/test_drawn_tables.py",
         "tests/conversion/test_changing_sets.py",
         "tests/conversion/test_label_decisions.py",
         "tests/conversion/test_given_splits.py",
         "tests/conversion/test_table_forms.py",
-        "tests/conversion/test_archives.py",
     ),
     "training": (
         "tests/golden/test_checkpoint_keys.py",
