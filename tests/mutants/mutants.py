@@ -84,7 +84,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "conversion": (
         "tests/golden/test_conversions.py",
         "tests/oracle/test_converting.py",
-        "tests/conversion/test_packing.py",
         "tests/conversion/test_sources.py",
         "tests/conversion/test_tables.py",
         "tests/conversion/test_converting.py",
