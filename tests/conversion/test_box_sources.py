@@ -159,7 +159,8 @@ def test_the_commands_make_the_sets_of_the_functions_and_guess_a_yolo_folder(
     split = {"train": 0.5, "val": 0.5}
     wt.convert_coco(coco / "boxes.json", coco / "photos", tmp_path / "1", split=split)
     wt.convert_yolo(yolo, tmp_path / "2", split=split)
-    words = {"3": ["coco", coco / "boxes.json", coco / "photos"], "4": ["yolo", yolo], "5": [yolo]}
+    words: dict[str, list[object]] = {"4": ["yolo", yolo], "5": [yolo]}
+    words["3"] = ["coco", coco / "boxes.json", coco / "photos"]
     for name, source in words.items():
         out = [str(tmp_path / name), "--split", "train=0.5,val=0.5"]
         assert main(["convert", *map(str, source), *out]) == 0

@@ -67,8 +67,8 @@ def test_tables_named_after_splits_become_splits_and_a_line_says_that_they_are_d
         del columns["file" if form == "parquet" else "image"]
         for name, cells in columns.items():
             whole[name] += cells
-        name = tmp_path / "t" / split / "part" if by == "folder names" else tmp_path / split
-        paths.append(str(write_table(name, form, **columns)))
+        path = tmp_path / "t" / split / "part" if by == "folder names" else tmp_path / split
+        paths.append(str(write_table(path, form, **columns)))
     if by == "a column":
         table = {name: cells for name, cells in whole.items() if cells}
         paths = [str(write_table(tmp_path / "all", form, **table))]
