@@ -88,8 +88,13 @@ def write_yolo(
     return folder
 
 
-def check_set(out: Path, split: str | None = None, count: int = COUNT) -> None:
-    """Check that each box is around the pixels of its class, and that every object has one."""
+def check_set(
+    out: Path, split: str | None = None, count: int = COUNT, *, side: int = 0, within: float = 0.01
+) -> None:
+    """Check that each box is around the pixels of its class, and that every object has one.
+
+    side: the shorter side of each image. within: pixels.
+    """
     fields = {"image": wt.image(), "boxes": wt.boxes()}
     how: dict[str, Any] = {"batch_size": 4, "tail": "keep", "split": split}
     with wt.Loader(out, fields, **how) as loader:
@@ -98,6 +103,7 @@ def check_set(out: Path, split: str | None = None, count: int = COUNT) -> None:
         for batch in loader:
             for image, target in zip(batch["image"], batch["boxes"].targets(), strict=True):
                 pixels, total = image.permute(1, 2, 0).numpy(), total + 1
+                assert side in (0, min(image.shape[1:]))
                 found = {
                     NAMES.index(classes[label]): box
                     for label, box in zip(
@@ -107,7 +113,7 @@ def check_set(out: Path, split: str | None = None, count: int = COUNT) -> None:
                 for number in range(3):
                     around = seen(pixels, number)
                     assert (around is None) == (number not in found)
-                    assert around is None or np.allclose(found[number], around, atol=0.01)
+                    assert around is None or np.allclose(found[number], around, rtol=0, atol=within)
     assert total == count
 
 
@@ -137,19 +143,8 @@ def test_boxes_are_resized_with_their_image(tmp_path: Path) -> None:
     source, out, again = write_coco(tmp_path / "in", drawn()), tmp_path / "out", tmp_path / "again"
     wt.convert_coco(source / "boxes.json", source / "photos", out, resize=40)
     wt.convert_tars(out, again, resize=30)
-    for folder, side in ((out, 40), (again, 30)):
-        with wt.Loader(folder, {"image": wt.image(), "boxes": wt.boxes()}, batch_size=4) as loader:
-            classes, count = loader.index.labels[0].classes, 0
-            for batch in loader:
-                for image, target in zip(batch["image"], batch["boxes"].targets(), strict=True):
-                    assert min(image.shape[1:]) == side
-                    for box, label in zip(target["boxes"], target["labels"], strict=True):
-                        pixels = image.permute(1, 2, 0).numpy()
-                        around = seen(pixels, NAMES.index(classes[label]))
-                        assert around is not None
-                        assert np.abs(box.numpy() - around).max() <= 1
-                        count += 1
-        assert count > 30
+    check_set(out, side=40, within=1)
+    check_set(again, side=30, within=1)
 
 
 def test_the_commands_make_the_sets_of_the_functions_and_guess_a_yolo_folder(

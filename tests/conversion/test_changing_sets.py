@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -403,75 +404,46 @@ def check_two_writers(folder: Path, first: int, again: str) -> None:
     assert contents(folder) == expected(winner)
 
 
-EVERY_MOMENT = pytest.mark.parametrize("every", quick_and_slow([False, True], 1))
-
-
 def change(out: Path, verb: str, **options: Any) -> object:
     if verb == "append":
         return packed(out, range(10, 17), append=True, **options)
     if verb == "remove":
         return wt.remove(str(out), where="n < 7")
-    return packed(out, range(40, 47), max_shard_samples=5, **options)
+    return wt.join(out, [{"key": f"k{n:03d}", "score": n, "caption": "x" * 900} for n in range(10)])
 
 
-@EVERY_MOMENT
-@pytest.mark.parametrize("verb", ["append", "remove"])
+def state(out: Path | str) -> tuple[dict[str, bytes], list[list[Any]]]:
+    """Return the texts of a set, and its joined columns."""
+    joined = [column for column in wt.open(out).columns if column.name in ("score", "caption")]
+    return contents(out), [column.values.to_pylist() for column in joined]
+
+
+@pytest.mark.parametrize("every", quick_and_slow([False, True], 1))
+@pytest.mark.parametrize("verb", ["append", "remove", "join"])
 def test_a_change_killed_at_any_moment_leaves_the_old_or_the_new_set(
     tmp_path: Path, verb: str, every: bool
 ) -> None:
-    new = expected(range(17)) if verb == "append" else expected(range(7, 10))
-    whole, seen = tmp_path / "whole", set[int]()
+    whole, seen = tmp_path / "whole", set[bool]()
     packed(whole, range(10))
+    wt.join(whole, [{"key": "k003", "score": -1}])
+    old, files = state(whole), shutil.copytree(whole, tmp_path / "old")
     total = killed_at(1 << 30, whole, lambda: change(whole, verb))
     assert total is not None
+    new = state(whole)
+    assert len(new[0]) == {"append": 17, "remove": 3, "join": 10}[verb]
     for moment in range(total) if every else (total // 2, total - 2):
-        out = tmp_path / str(moment)
-        packed(out, range(10))
+        out = shutil.copytree(files, tmp_path / str(moment))
         assert killed_at(moment, out, lambda: change(out, verb)) is None  # noqa: B023
-        now = contents(out)
-        seen.add(len(now))
-        assert now in (expected(range(10)), new)
-        if verb == "append" or now != new:
+        now = state(out)
+        assert now in (old, new)
+        seen.add(now == new)
+        if now == old or verb != "remove":
             change(out, verb, resume=True)
         else:
             wt.remove(str(out), where="n < 7", dry_run=True)
-        assert contents(out) == contents(f"{out}/train-*.tar") == new
-        assert files_of(out) == files_of(whole)
-    assert len(seen) == 2  # the old set and the new one
-
-
-@EVERY_MOMENT
-@pytest.mark.parametrize("again", ["resume", "overwrite"])
-def test_an_overwrite_killed_at_any_moment_is_refused_and_completed(
-    tmp_path: Path, again: str, every: bool
-) -> None:
-    """Readers see the old set, the new one, or an error."""
-    old, new = expected(range(10)), expected(range(40, 47))
-    whole, count, seen = tmp_path / "whole", tmp_path / "count", set[str]()
-    change(whole, "overwrite")
-    packed(count, range(10))
-    total = killed_at(1 << 30, count, lambda: change(count, "overwrite", overwrite=True))
-    assert total is not None
-    some = (2, total // 2, total - 8, total - 4, total - 1)
-    for moment in range(total) if every else some:
-        out = tmp_path / str(moment)
-        packed(out, range(10))
-        work = lambda: change(out, "overwrite", overwrite=True)  # noqa: B023, E731
-        assert killed_at(moment, out, work) is None
-        for address in (out, f"{out}/*.tar"):
-            now = attempt(lambda: contents(address))  # noqa: B023
-            if isinstance(now, str):
-                assert "not finished" in now or "is not in the index" in now
-            else:
-                assert now in (old, new)
-            seen.add(now[-13:] if isinstance(now, str) else str(len(now)))
-        with pytest.raises(UsageError, match="overwrite=True"):
-            change(out, "overwrite")
-        result = attempt(lambda: change(out, "overwrite", **{again: True}))  # noqa: B023
-        if isinstance(result, str):  # killed before it began
-            assert "finished conversion of another source or with other options" in result
-            change(out, "overwrite", overwrite=True)
-        assert contents(out) == contents(f"{out}/*.tar") == new
-        assert files_of(out) == files_of(whole)
-        assert not (out / ".unfinished").exists()
-    assert {"10", "7"} < seen
+        assert state(out) == new
+        assert contents(f"{out}/train-*.tar") == new[0]
+        assert sorted(os.listdir(out)) == sorted(os.listdir(whole))
+        assert tars(out) == tars(whole)
+        assert wt.verify(out).ok
+    assert seen == {False, True}

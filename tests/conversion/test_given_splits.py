@@ -83,7 +83,7 @@ def test_tables_named_after_splits_become_splits_and_a_line_says_that_they_are_d
 
 
 @pytest.mark.parametrize("source", ["set", "shards of a set", "shards without an index"])
-def test_a_line_says_that_splits_of_shards_are_drawn_again(
+def test_splits_of_shards_are_kept_and_a_line_says_that_they_are_drawn_again(
     tmp_path: Path, convert: Any, source: str
 ) -> None:
     folder = tmp_path / "set"
@@ -92,7 +92,9 @@ def test_a_line_says_that_splits_of_shards_are_drawn_again(
         for name in ("index.json", "index.arrow"):
             (folder / name).unlink()
     address = f"{folder}/*.tar" if source == "shards of a set" else str(folder)
-    splits, printed, _ = convert("tars", address, str(tmp_path / "out"), *DRAWN)
+    words = ["tars", address, str(tmp_path / "out")]
+    assert convert(*words)[0] == list(SPLITS)
+    splits, printed, _ = convert(*words, *DRAWN, "--overwrite")
     assert splits == ["train", "val"]
     assert "splits: those of the source" in printed
     assert "are drawn again" in printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import picture, quick_and_slow
-from tests.conversion.conftest import killed_at
+from tests.conftest import picture
 from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, UsageError, WdstrainError
@@ -188,17 +186,6 @@ def test_fields_read_joined_columns(joined: str, workers: int) -> None:
     loader.close()
 
 
-def test_columns_select_weigh_balance_and_split_samples(joined: str) -> None:
-    index = wt.open(joined)
-    chosen = index.where("good and kind != 'owl' and caption.startswith('number 1')")
-    assert values(chosen, "age").keys() == {"k10", "k12", "k16", "k18"}
-    for option in ({"weights": "score"}, {"balance": "kind"}, {"where": "age < 12"}):
-        loader = wt.Loader(joined, {"age": wt.number("age")}, split="train", batch_size=6, **option)
-        assert next(iter(loader))["age"].shape == (6,)
-    parts = index.split({"a": 0.5, "b": 0.5}, stratify="kind", by="age")
-    assert {name: len(part) for name, part in parts.items()} == {"a": 15, "b": 15}
-
-
 def test_every_view_of_a_set_knows_its_columns(joined: str) -> None:
     info = wt.info(joined)
     assert {column.name for column in info.columns} >= row(0).keys() - {"key"}
@@ -291,29 +278,6 @@ def test_a_table_that_does_not_fit_is_refused_and_the_set_stays(
     with pytest.raises(UsageError, match=message):
         wt.join(joined, rows, on=on)
     assert {path.name: path.read_bytes() for path in Path(joined).iterdir()} == before
-
-
-@pytest.mark.parametrize("every", quick_and_slow([False, True], 1))
-def test_a_join_killed_at_any_moment_leaves_the_old_or_the_new_columns(
-    out: str, tmp_path: Path, every: bool
-) -> None:
-    wt.join(out, [{"key": f"k{n:02d}", "score": -1.0} for n in range(COUNT)])
-    whole, seen = str(shutil.copytree(out, tmp_path / "whole")), set[bool]()
-    total = killed_at(1 << 30, whole, lambda: wt.join(whole, table()))
-    assert total is not None
-    for moment in range(total) if every else range(0, total, 4):
-        place = str(shutil.copytree(out, tmp_path / str(moment)))
-        assert killed_at(moment, place, lambda: wt.join(place, table())) is None  # noqa: B023
-        index = wt.open(place)
-        is_new = values(index, "score") == expected("score")
-        assert is_new or set(values(index, "score").values()) == {-1.0}
-        assert is_new == any(column.name == "caption" for column in index.columns)
-        seen.add(is_new)
-        wt.join(place, table())
-        assert sorted(os.listdir(place)) == sorted(os.listdir(whole))
-        assert wt.verify(place).ok
-        assert values(wt.open(place), "caption") == expected("caption")
-    assert seen == {False, True}
 
 
 def test_columns_of_a_server_are_fetched_when_they_are_read(joined: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,6 @@ def convert_rows(source: str, values: list[Any], tables: Tables, label: str = "y
 
 
 # --- kinds ---
-
-
-@pytest.mark.parametrize("source", [*FORMS, "arrays", "hdf5", "index"])
-def test_few_whole_numbers_stored_as_floats_are_of_the_declared_kind_or_a_question(
-    tables: Tables, source: str
-) -> None:
-    values = [0.0, 1.0, 2.0] * 10
-    result = attempt(lambda: convert_rows(source, values, tables))
-    if isinstance(result, str):
-        assert {"class", "number"} <= set(re.findall(r"[a-z]+", result))
-    else:
-        assert (result.labels[0].kind, result.labels[0].classes) == ("class", ("0", "1", "2"))
-    if source in FORMS:
-        for kind, classes in (("class", ("0", "1", "2")), ("number", ())):
-            (label,) = convert_rows(source, values, tables, f"y:{kind}").labels
-            assert (label.kind, label.classes) == (kind, classes)
 
 
 FULLWIDTH = {ord("0") + digit: 0xFF10 + digit for digit in range(10)}
@@ -139,7 +122,7 @@ def test_cells_with_several_known_classes_are_lists_only_if_declared(
     assert "multi" not in str(index.info["source"]["decided"])
 
 
-@pytest.mark.parametrize("source", ["arrays", "hdf5", "frame", "parquet"])
+@pytest.mark.parametrize("source", [*FORMS, "arrays", "hdf5"])
 @pytest.mark.parametrize(
     ("values", "kind"),
     [

@@ -105,10 +105,6 @@ def _table(folder: Path, mask: bytes, photo: bytes, **options: Any) -> None:
     wt.convert_table(table, folder / "out", image="image", **options)
 
 
-def _arrays(folder: Path, mask: bytes, photo: bytes, **options: Any) -> None:
-    wt.convert_arrays({"jpg": PHOTO[None], "mask.png": MASK[None]}, folder / "out", **options)
-
-
 def _hdf5(folder: Path, mask: bytes, photo: bytes, **options: Any) -> None:
     with h5py.File(folder / "f.h5", "w") as file:
         file["photos"], file["masks"] = PHOTO[None], MASK[None]
@@ -121,7 +117,7 @@ def _tars(folder: Path, mask: bytes, photo: bytes, **options: Any) -> None:
     wt.convert_tars(folder / "old.tar", folder / "out", **options)
 
 
-@pytest.mark.parametrize("convert", [_folder, _pack, _table, _arrays, _hdf5, _tars])
+@pytest.mark.parametrize("convert", [_folder, _pack, _table, _hdf5, _tars])
 def test_a_mask_is_resized_with_its_image_and_keeps_its_classes(
     tmp_path: Path, convert: Callable[..., None]
 ) -> None:

@@ -139,13 +139,7 @@ def _merged_sets(folder: Path) -> None:
     wt.convert_tars([folder / "set0", folder / "set1"], folder / "out", max_shard_samples=600)
 
 
-def _grown_set(folder: Path) -> None:
-    for half in range(2):
-        samples = ({"json": row} for row in ROWS[600 * half :][:600])
-        wt.pack(samples, folder / "out", append=bool(half))
-
-
-@pytest.mark.parametrize("make", [_packed_rows, _merged_sets, _grown_set])
+@pytest.mark.parametrize("make", [_packed_rows, _merged_sets])
 def test_a_column_holds_all_values_of_its_entry(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
@@ -219,14 +213,8 @@ def _table(folder: Path, name: str) -> None:
     wt.convert_table(table, folder / "out", image="file")
 
 
-def _hdf5(folder: Path, name: str) -> None:
-    with h5py.File(folder / "f.h5", "w") as file:
-        file["x"], file["names"] = np.zeros((2, 2)), [f"{name}/1".encode(), b"cat/2"]
-    wt.convert_hdf5(folder / "f.h5", folder / "out", {"x": "x"}, key="names")
-
-
 @pytest.mark.parametrize("name", ["__background__", "_background_", "__background"])
-@pytest.mark.parametrize("convert", [_pack, _splits_of_class_folders, _table, _hdf5])
+@pytest.mark.parametrize("convert", [_pack, _splits_of_class_folders, _table])
 def test_every_packed_sample_is_read_by_every_reader(
     tmp_path: Path, convert: Callable[[Path, str], None], name: str
 ) -> None:
@@ -282,15 +270,6 @@ def test_a_field_that_readers_would_skip_or_divide_is_refused(
 
 
 # --- images ---
-
-
-def test_resized_pixels_are_encoded_once_at_the_default_quality(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
-    for name, options in (("a", {}), ("b", {"quality": 90})):
-        wt.convert_arrays({"jpg": pixels[None]}, tmp_path / f"{name}1", resize=20, **options)
-        wt.pack([{"jpg": Image.fromarray(pixels)}], tmp_path / f"{name}2", resize=20, **options)
-    for number in (1, 2):
-        assert read_members(tmp_path / f"a{number}") == read_members(tmp_path / f"b{number}")
 
 
 @pytest.mark.parametrize(("field", "kind"), [("gif", "GIF"), ("tif", "TIFF")])

@@ -151,13 +151,6 @@ def test_copies_of_an_image_in_two_splits_are_reported(
 # --- kinds of labels ---
 
 
-def test_numbers_may_have_any_notation(tables: Tables) -> None:
-    cells = ["0.5", "-1", "1e-100", "2.5e-100", "1E+3", "+.5", "-0"]
-    index = tables(labelled(cells), label="y")
-    assert index.labels[0].kind == "number"
-    assert sorted(index.table["y"].to_pylist()) == sorted(map(float, cells))
-
-
 @pytest.mark.parametrize(
     ("cells", "label", "classes", "bad"),
     [
