@@ -229,9 +229,10 @@ def test_a_read_error_of_the_source_names_the_source(photos: Photos) -> None:
     def fail() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with watched_calls("pread", r"/in/.*jpg", fail):
-        with pytest.raises((StorageError, SourceError), match="/in/.*cannot be read.*Input/output"):
-            photos(num_workers=1)
+    words = "/in/.*cannot be read.*Input/output"
+    failing = watched_calls("pread", r"/in/.*jpg", fail)
+    with failing, pytest.raises((StorageError, SourceError), match=words):
+        photos(num_workers=1)
 
 
 def test_a_read_only_disk_is_one_error(photos: Photos, small_disk: Path) -> None:
