@@ -180,9 +180,6 @@ def test_boxes_of_crowds_and_without_an_area_are_left_out_and_counted(tmp_path: 
     assert sorted(len(member["labels"]) for member in members) == [1, 3]
 
 
-# --- bad input ---
-
-
 def _set(name: str, row: int, entry: str, value: Any) -> Callable[[Document], None]:
     def change(document: Document) -> None:
         document[name][row][entry] = value

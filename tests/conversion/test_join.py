@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 import wdstrain as wt
 from tests.conftest import picture
 from tests.support.servers import serving
+from tests.support.tables import write_table
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, UsageError, WdstrainError
 
@@ -86,15 +86,13 @@ def expected(name: str, numbers: Any = range(COUNT)) -> dict[str, Any]:
 
 def written(folder: Path, form: str) -> Any:
     """Return the table as it is written in a form, or in memory."""
-    rows, path, made = table(), folder / f"table.{form}", pa.Table.from_pylist(table())
-    forms = {"pandas": pd.DataFrame(rows, index=range(7, 7 + COUNT)), "rows": rows, "Arrow": made}
-    if form == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    elif form == "csv":
-        pd.DataFrame(rows).drop(columns=["tags", "embedding"]).to_csv(path, index=False)
-    elif form == "parquet":
-        pq.write_table(made, path, row_group_size=7)
-    return forms.get(form, str(path))
+    rows = table()
+    if form in ("rows", "Arrow", "pandas"):
+        return {"rows": rows, "Arrow": pa.Table.from_pylist(rows), "pandas": pd.DataFrame(rows)}[
+            form
+        ]
+    names = [name for name in rows[0] if form != "csv" or name not in ("tags", "embedding")]
+    return write_table(folder / "t", form, **{name: [row[name] for row in rows] for name in names})
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "pandas", "rows", "Arrow"])

@@ -39,9 +39,6 @@ def convert_rows(source: str, values: list[Any], tables: Tables, label: str = "y
     return wt.index(out, label=f"json.{label}")
 
 
-# --- kinds ---
-
-
 FULLWIDTH = {ord("0") + digit: 0xFF10 + digit for digit in range(10)}
 
 QUANTITIES: dict[str, Callable[[int], str]] = {
@@ -145,9 +142,6 @@ def test_one_rule_decides_the_kind_in_arrays_and_tables(
         assert "label='y:class' or y:number" in str(result)
 
 
-# --- class numbers ---
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -177,9 +171,6 @@ def test_declared_labels_keep_the_class_numbers_that_their_values_are(
 ) -> None:
     result = attempt(lambda: convert_rows("index", list(map(kind, range(12))), tables))
     assert isinstance(result, str) or result.labels[0].classes == tuple(map(str, range(12)))
-
-
-# --- values of a label in the index, in the samples and in batches ---
 
 
 def check_values(index: wt.Index, name: str, rows: int) -> None:
@@ -236,25 +227,3 @@ def test_a_label_of_arrays_or_json_has_the_same_values_in_index_conditions_and_b
     tables: Tables, source: str, values: list[Any], kind: str
 ) -> None:
     check_values(convert_rows(source, values * 4, tables, f"y{kind}"), "y", 12)
-
-
-@pytest.mark.parametrize("label", ["y", ["a", "y"]])
-@pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_true_and_false_are_flags_everywhere(
-    tables: Tables, form: str, label: str | list[str]
-) -> None:
-    """As the only label, in the field cls, and beside another label, in the field json."""
-    table = {**labelled(BOOLEANS), "a": ["x", "z"] * 6}
-    index = tables(table, form, label=label, shuffle=False)
-    name = index.labels[-1].name
-    assert index.labels[-1].classes == ("False", "True")
-    assert index.table[name].to_pylist() == BOOLEANS
-    assert len(index.where(name)) == 4
-    assert len(index.where(f"not {name} and {name} == False and {name} < 1")) == 8
-    fields = {"class": wt.label(name), "number": wt.number(name)}
-    with wt.Loader(index, fields, batch_size=12, shuffle=False) as loader:
-        (batch,) = loader.epoch(0, until=1)
-    assert batch["class"].tolist() == batch["number"].tolist() == [int(flag) for flag in BOOLEANS]
-    info = {column.name: column for column in wt.info(tables.out).columns}[name]
-    assert (info.classes, info.missing) == ({"False": 8, "True": 4}, 0)
-    assert wt.verify(tables.out).ok

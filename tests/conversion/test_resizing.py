@@ -71,8 +71,6 @@ def test_a_turned_jpeg_is_upright_after_resizing(tmp_path: Path, orientation: in
     assert (across[-1] > across[0]) == (orientation == 6)
 
 
-# --- masks ---
-
 PHOTO = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
 MASK = np.where(np.arange(80) < 41, 0, 20).astype(np.uint8)[None].repeat(60, 0)
 PALETTE = Image.fromarray(MASK)
@@ -176,8 +174,6 @@ def test_a_png_of_classes_beside_a_photo_keeps_its_classes(
     pixels = np.asarray(images_of(tmp_path / "out")["png"]).astype(int)
     assert set(np.unique(pixels).tolist()) == classes
 
-
-# --- what the values of masks mean ---
 
 NAMES = ["sky", "road", "car"]
 

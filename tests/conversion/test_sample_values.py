@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 import pandas
 import pytest
-import torch
 from PIL import Image
 
 import wdstrain as wt
@@ -28,8 +27,6 @@ from tests.support.tables import (
     write_table,
 )
 from wdstrain.errors import SourceError, UsageError, WdstrainError
-
-# --- values ---
 
 
 class Animal(str, enum.Enum):
@@ -75,42 +72,6 @@ def test_names_of_json_that_would_become_one_are_refused(tmp_path: Path, value: 
     frame = pandas.DataFrame({"image": [picture(0)], "said": [value]})
     with pytest.raises(UsageError, match="names an entry twice"):
         wt.convert_table(frame, tmp_path / "out", image="image")
-
-
-class Lazy:
-    """An array whose reading fails."""
-
-    def __array__(self, *_: object, **__: object) -> Any:
-        raise RuntimeError("the server is gone")
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (torch.ones(3, dtype=torch.bfloat16), "BFloat16"),
-        (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
-        (torch.eye(3).to_sparse(), "to_dense"),
-        (torch.ones(3, device="meta"), "meta"),
-        ([[1], [1, 2], [3]], "inhomogeneous"),
-        (Lazy(), "the server is gone"),
-    ],
-)
-def test_a_value_that_arrays_cannot_hold_is_a_bad_sample(
-    tmp_path: Path, value: Any, words: str
-) -> None:
-    samples = [{"__key__": "a", "x.npy": 1}, {"__key__": "b", "x.npy": value}]
-    index = wt.pack(samples, tmp_path / "out", on_error="skip")
-    assert (len(index), index.info["skipped"]) == (1, 1)
-    with pytest.raises(WdstrainError, match=words):
-        wt.convert_arrays({"x": value}, tmp_path / "out")
-
-
-def test_json_of_any_depth_is_a_bad_sample(tmp_path: Path) -> None:
-    deep: list[Any] = []
-    for _ in range(100_000):
-        deep = [deep]
-    index = wt.pack([{"txt": "1"}, {"json": deep}], tmp_path / "out", on_error="skip")
-    assert (len(index), index.info["skipped"]) == (1, 1)
 
 
 @pytest.mark.parametrize("value", [Image.new("L", (8, 8)), {"bytes": picture(1)}, [1, 2]])
@@ -173,9 +134,6 @@ def test_a_line_says_that_packed_numbers_of_netcdf_are_stored_without_their_attr
     assert index.info["source"]["decided"] == [message]
 
 
-# --- keys ---
-
-
 def check_all_readers(out: Path, count: int) -> None:
     """Check that the index, webdataset, our stream and a new index give the same samples."""
     index = wt.open(out)
@@ -228,9 +186,6 @@ def test_unusual_keys_are_read_by_every_reader(tmp_path: Path) -> None:
     check_all_readers(tmp_path / "out", len(names))
 
 
-# --- names of fields ---
-
-
 def _array_field(folder: Path, name: str) -> None:
     wt.convert_arrays({"x": np.zeros((2, 2)), name: np.ones((2, 2))}, folder / "out")
 
@@ -267,9 +222,6 @@ def test_a_field_that_readers_would_skip_or_divide_is_refused(
 ) -> None:
     with pytest.raises(WdstrainError, match="cannot be the name of a field"):
         convert(tmp_path, name)
-
-
-# --- images ---
 
 
 @pytest.mark.parametrize(("field", "kind"), [("gif", "GIF"), ("tif", "TIFF")])

@@ -69,13 +69,6 @@ def test_an_additional_row_changes_no_key_and_no_split(
     assert packed[0] < packed[1]
 
 
-def test_keys_do_not_depend_on_the_folder_of_the_images(tables: Tables, tmp_path: Path) -> None:
-    write_pictures(tmp_path / "other" / "data" / "IMG", range(6))
-    for root in (tmp_path, tmp_path / "other" / "data"):
-        tables("\n".join(["file", *(f"{root}/IMG/{n}.png" for n in range(6))]), root=root)
-        assert sorted(tables.samples) == [f"IMG/{n}" for n in range(6)]
-
-
 def test_unusable_rows_are_skipped_with_their_numbers(tables: Tables) -> None:
     rows = ["IMG/0.png,1", "IMG/gone.png,2", "IMG/1.png", ",3", "IMG/2.png,", "IMG/3.doc,1"]
     text = "\n".join(["file,n", *rows, "IMG/4.png,4"])
@@ -442,33 +435,6 @@ def test_parquet_files_with_other_schemas_are_one_clear_error(
 
 
 # --- where ---
-
-
-@pytest.mark.parametrize("form", ["csv", "frame"])
-@pytest.mark.parametrize(
-    ("where", "chosen"),
-    [
-        ("n >= 3 and kind != 'b'", [3, 5, 6, 8]),
-        ("note is None and id != '004'", [0, 2, 6, 8]),
-        ("json.n < 1 or id.startswith('008')", [0, 8]),
-    ],
-)
-def test_where_selects_the_rows_of_index_where(
-    tables: Tables, form: str, where: str, chosen: list[int]
-) -> None:
-    columns: dict[str, list[Any]] = {
-        "file": [f"IMG/{n}.png" for n in range(9)],
-        "n": list(range(9)),
-        "id": [f"{n:03d}" for n in range(9)],
-        "kind": [*"abc"] * 3,
-        "note": [None if n % 2 == 0 else "x" for n in range(9)],
-    }
-    keys = {f"IMG/{n}" for n in chosen}
-    assert set(tables(columns, form).where(where).keys(np.arange(len(chosen)))) == keys
-    index = tables(columns, form, where=where)
-    assert set(tables.samples) == keys
-    rejected = index.info["ignored"]["rows that do not meet the condition"]
-    assert (rejected, index.info["listed"]) == (9 - len(chosen), len(chosen))
 
 
 # --- refusals ---
