@@ -211,7 +211,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     "training/run.py": ("tests/training/test_resuming.py", "tests/training/test_run_truth.py"),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
-    "conversion/collect.py": ("tests/conversion/test_converting.py",),
+    "conversion/collect.py": (
+        "tests/conversion/test_changing_sets.py",
+        "tests/conversion/test_converting.py",
+    ),
+    "conversion/sources/table_files.py": ("tests/conversion/test_changing_sources.py",),
     "conversion/encode.py": ("tests/conversion/test_resizing.py",),
     "conversion/sources/table.py": (
         "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",
