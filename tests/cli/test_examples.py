@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,18 +22,14 @@ from tests.conftest import ROOT, picture, write_class_folder, write_tar
 _KINDS = ("folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+
 def run(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command line in a shell, as a user types it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    command = f'wdstrain() {{ "{sys.executable}" -m wdstrain "$@"; }}; {words}'
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = ["bash", "-c", f'wdstrain() {{ "{sys.executable}" -m wdstrain "$@"; }}; {words}']
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, **options)
 
 
 def examples(folder: Path) -> list[str]:
@@ -51,19 +48,17 @@ def make_sources(folder: Path) -> None:
     (folder / "log.csv").write_text("path,angle\n" + "".join(rows))
     keys = [f"sharp/{number:03d}" for number in range(90)]
     pq.write_table(pa.table({"key": keys, "caption": keys}), folder / "captions.parquet")
-    pngs = np.array([picture(number) for number in range(8)], dtype=object)
     with h5py.File(folder / "data.h5", "w") as file:
         images = file.create_dataset("images", 8, h5py.vlen_dtype(np.uint8))
-        for number, data in enumerate(pngs):
-            images[number] = np.frombuffer(data, np.uint8)
+        for number in range(8):
+            images[number] = np.frombuffer(picture(number), np.uint8)
         file["labels"] = np.arange(8) % 3
     np.save(folder / "images.npy", np.zeros((8, 16, 16, 3), np.uint8))
     np.save(folder / "labels.npy", np.arange(8) % 3)
-    members = {"cls": b"%d", "json": b'{"kind": "k%d"}'}
     for shard in range(2):
         samples = [
-            (f"s{shard}{n:02d}", {field: text % (n % 4) for field, text in members.items()})
-            for n in range(20)
+            (f"s{n:02d}", {"cls": b"%d" % (n % 4), "json": b'{"kind": "k%d"}' % (n % 4)})
+            for n in range(20 * shard, 20 * shard + 20)
         ]
         write_tar(folder / "old" / f"{shard}.tar", samples)
     raw = folder / "data" / "FashionMNIST" / "raw"
@@ -75,19 +70,16 @@ def make_sources(folder: Path) -> None:
         labels = bytes(number % 10 for number in range(count))
         head = b"\0\0\x08\x01" + count.to_bytes(4, "big")
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels)
-    (folder / "train").mkdir()
-    (folder / "train" / "a.png").write_bytes(picture(1))
+    for place in ("train", "new-photos", "traffic/images", "traffic/labels"):
+        (folder / place).mkdir(parents=True)
+        if place != "traffic/labels":
+            (folder / place / "a.png").write_bytes(picture(1))
     box = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 9, 8]}
     coco = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [box]}
     coco["categories"] = [{"id": 1, "name": "car"}]
     (folder / "instances_train.json").write_text(json.dumps(coco))
-    for name in ("images", "labels"):
-        (folder / "traffic" / name).mkdir(parents=True)
-    (folder / "traffic" / "images" / "a.png").write_bytes(picture(1))
     (folder / "traffic" / "labels" / "a.txt").write_text("0 0.5 0.5 0.2 0.2\n")
     (folder / "traffic" / "data.yaml").write_text("names: [car]\n")
-    (folder / "new-photos").mkdir()
-    (folder / "new-photos" / "a.png").write_bytes(picture(1))
 
 
 @pytest.mark.slow
@@ -104,10 +96,8 @@ def test_every_example_of_the_help_texts_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     (serving,) = [command for command in commands if command.startswith("wdstrain serve ")]
     words = [sys.executable, "-m", *serving.replace("--port 8000", "--port 0").split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    ) as process:
+    options: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT, "text": True}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, **options) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("serving ")
         process.send_signal(signal.SIGINT)

@@ -1,13 +1,14 @@
-"""Options are declared once: functions, flags, help texts and errors agree."""
+"""Options are declared once: functions, flags, help texts, types and errors agree."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wdstrain as wt
@@ -15,6 +16,17 @@ from tests.conftest import write_class_folder
 from wdstrain.cli import main
 
 KINDS = ["folder", "table", "hdf5", "arrays", "tars", "torchvision", "coco", "yolo"]
+VERBS: dict[str, Any] = {
+    "index": wt.index,
+    "info": wt.info,
+    "show": wt.peek,
+    "verify": wt.verify,
+    "repair": wt.repair,
+    "remove": wt.remove,
+    "plan": wt.plan_epoch,
+    "bench": wt.bench,
+}
+OTHER_VERBS = ("join", "train", "evaluate", "predict", "export", "serve", "demo")
 
 
 def helped(words: list[str], capsys: Any) -> str:
@@ -23,6 +35,17 @@ def helped(words: list[str], capsys: Any) -> str:
     assert stopped.value.code == 0
     text: str = capsys.readouterr().out
     return text
+
+
+def test_each_help_text_fits_80_columns_and_has_an_example(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    verbs = [["convert", kind] for kind in KINDS] + [[verb] for verb in (*VERBS, *OTHER_VERBS)]
+    for words in [[], ["convert"], *verbs]:
+        text = helped(words, capsys)
+        assert max(map(len, text.splitlines())) <= 80, words
+        assert f"example: wdstrain {' '.join(words)}".strip() in " ".join(text.split()), words
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,24 +58,13 @@ def test_each_argument_of_a_conversion_has_a_flag_and_a_help_text(kind: str, cap
     for name in parameters:
         assert re.search(rf"^    {name}: \w", documented, re.MULTILINE), name
         flag = name.replace("_", "-")
-        python_only = name == "progress"
         word = {"table": "FILE", "urls": "URL"}.get(name, name.upper())
         positional = re.search(rf"^  {word} ", shown, re.MULTILINE)
         as_field = name in ("fields", "arrays") and "--field" in shown
         is_there = bool(re.search(rf"--(no-)?{flag}\b", shown) or positional or as_field)
-        assert is_there != python_only, name
+        assert is_there != (name == "progress"), name
 
 
-VERBS: dict[str, Any] = {
-    "index": wt.index,
-    "info": wt.info,
-    "show": wt.peek,
-    "verify": wt.verify,
-    "repair": wt.repair,
-    "remove": wt.remove,
-    "plan": wt.plan_epoch,
-    "bench": wt.bench,
-}
 PYTHON_ONLY = {
     *("progress", "note", "fields", "transform", "normalize", "tail", "lanes", "rank"),
     *("world_size", "on_error", "max_errors", "multiprocessing_context", "patience", "collate_fn"),
@@ -75,102 +87,27 @@ def test_each_argument_of_a_verb_is_a_documented_keyword_and_a_flag(verb: str, c
             assert f"(default: {default})" in " ".join(shown.split()), name
 
 
-def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_argument_or_choice_in_python_is_refused() -> None:
     with pytest.raises(wt.UsageError, match=r"^tail='cut': must be one of drop, pad, keep\.$"):
         wt.plan_epoch("absent", tail="cut")
     with pytest.raises(wt.UsageError, match=r"^num_workers=0: must be an integer >= 1\.$"):
         wt.verify("absent", num_workers=0)
+    with pytest.raises(wt.UsageError, match=r"^stratify='label' needs a split. Add split=\{"):
+        wt.convert_folder("in", "out", stratify="label")
     with pytest.raises(TypeError, match=r"info\(\) .*'exakt'. Did you mean exact\?"):
         wt.info("absent", exakt=True)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["plan", "absent", "--batch-size", "0"], "--batch-size 0: must be an integer >= 1"),
-        (["plan", "absent", "--rate", "-1"], "--rate -1.0: must be > 0"),
-        (["verify", "absent", "--num-workers", "0"], "--num-workers 0: must be an integer >= 1"),
-        (["bench", "absent", "--seconds", "-1"], "--seconds -1.0: must be > 0"),
-        (["show", "absent", "--limit", "0"], "--limit 0: must be an integer >= 1"),
-        (["index", "absent", "--classes", "a,b"], "needs --label, whose values"),
-        (["remove", "absent"], "--where or --keys"),
-        (["serve", "absent", "--port", "x"], "--port: 'x' is not an integer"),
-    ],
-)
-def test_wrong_usage_of_verbs_names_the_flag(words: list[str], error: str, capsys: Any) -> None:
-    assert main(words) == 2
-    assert error in capsys.readouterr().err
-
-
-def test_help_fits_80_columns(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    verbs = [["convert", kind] for kind in KINDS]
-    verbs += [[], ["convert"], ["index"], ["info"], ["show"], ["verify"], ["repair"], ["plan"]]
-    verbs += [
-        ["bench"],
-        ["remove"],
-        ["train"],
-        ["evaluate"],
-        ["predict"],
-        ["export"],
-        ["serve"],
-        ["demo"],
-    ]
-    for words in verbs:
-        text = helped(words, capsys)
-        assert max(map(len, text.splitlines())) <= 80, words
-        assert "example: wdstrain " in text
-
-
-def test_an_unknown_argument_is_refused_with_a_similar_argument() -> None:
-    with pytest.raises(TypeError, match=r"convert_folder\(\) .*'max_samples'.*max_shard_samples\?"):
-        wt.convert_folder("in", "out", max_samples=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"convert_table\(\) missing.*'image'"):
         wt.convert_table("in.csv", "out")
 
 
-def test_python_names_arguments_and_the_shell_names_flags(tmp_path: Path, capsys: Any) -> None:
-    source, out = str(write_class_folder(tmp_path / "in", {"a": 2})), str(tmp_path / "out")
-    with pytest.raises(wt.UsageError, match=r"^stratify='label' needs a split. Add split=\{"):
-        wt.convert_folder(source, out, stratify="label")
-    assert main(["convert", "folder", source, out, "--stratify", "label"]) == 2
-    error = "error: --stratify label needs a split.\nhint: Add --split train=0.9,val=0.1.\n"
-    assert capsys.readouterr().err == error
-    with pytest.raises(wt.UsageError, match="max_shard_samples=0: must be an integer >= 1"):
-        wt.convert_folder(source, out, max_shard_samples=0)
-    assert main(["convert", "folder", source, out, "--max-shard-samples", "0"]) == 2
-    assert capsys.readouterr().err == "error: --max-shard-samples 0: must be an integer >= 1.\n"
+def test_sizes_are_written_with_or_without_a_unit(tmp_path: Path) -> None:
+    source = write_class_folder(tmp_path / "in", {"a": 2})
+    for text, size in (("256MB", 256_000_000), ("4KiB", 4096), ("77", 77)):
+        index = wt.convert_folder(source, tmp_path / text, max_shard_size=text)
+        assert index.info["options"]["max_shard_size"] == size
 
 
-def test_errors_with_json_are_json_objects(tmp_path: Path, capsys: Any) -> None:
-    absent = str(tmp_path / "absent")
-    for words, status, error in (
-        (["convert", "folder", absent, absent, "--json"], 2, "there is no such folder"),
-        (
-            ["convert", "folder", absent, absent, "--json", "--stratify", "label"],
-            2,
-            "needs a split",
-        ),
-        (["convert", "folder", "--json", absent], 2, "required: OUT"),
-        (["convert", "folder", absent, absent, "--json", "--spilt", "x"], 2, "unrecognized"),
-        (["verify", absent, "--json"], 2, "no such file"),
-    ):
-        assert main(words) == status
-        printed = capsys.readouterr()
-        assert error in json.loads(printed.out)["error"]
-        assert printed.err.startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("256MB", 256_000_000), ("256M", 256_000_000), ("4KiB", 4096), ("77", 77)]
-)
-def test_sizes_are_written_with_or_without_a_unit(text: str, size: int, tmp_path: Path) -> None:
-    source, out = write_class_folder(tmp_path / "in", {"a": 2}), str(tmp_path / "out")
-    index = wt.convert_folder(str(source), out, max_shard_size=text)
-    assert index.info["options"]["max_shard_size"] == size
-
-
-@pytest.mark.parametrize("text", ["", "MB", "-3MB", "1e400", "nan", "3XB"])
+@pytest.mark.parametrize("text", ["", "-3MB", "1e400", "nan", "3XB"])
 def test_invalid_sizes_are_refused(text: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(wt.UsageError, match="max_shard_size="):
         wt.convert_folder(str(tmp_path), str(tmp_path / "out"), max_shard_size=text)
@@ -179,22 +116,86 @@ def test_invalid_sizes_are_refused(text: str, tmp_path: Path, capsys: Any) -> No
     assert "--max-shard-size" in capsys.readouterr().err
 
 
-def test_quiet_prints_only_the_result(tmp_path: Path, capsys: Any) -> None:
-    source, out = write_class_folder(tmp_path / "in", {"a": 2}), str(tmp_path / "out")
-    assert main(["convert", "folder", str(source), out, "--json", "-q"]) == 0
-    printed = capsys.readouterr()
-    assert (json.loads(printed.out)["samples"], printed.err) == (2, "")
-    assert main(["convert", "folder", str(source), out, "-q"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+# --- types of options ---
 
 
-def test_options_are_not_abbreviated(tmp_path: Path, capsys: Any) -> None:
-    assert main(["convert", "folder", "in", str(tmp_path / "out"), "--max-shard-sam", "3"]) == 2
-    assert "hint: Did you mean --max-shard-samples?" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders, a table of their images, an array, and shards."""
+    folder = write_class_folder(tmp_path_factory.mktemp("sources") / "photos", {"a": 2, "b": 2})
+    rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in folder.rglob("*.png")]
+    (folder / "log.csv").write_text("\n".join(["file,kind", *rows]) + "\n")
+    np.save(folder / "kinds.npy", np.arange(4) % 2)
+    rows_of_set = [{"__key__": f"k{n}", "cls": n % 2, "txt": "x"} for n in range(6)]
+    wt.pack(rows_of_set, folder / "set", classes=["a", "b"])
+    return folder
 
 
-def test_hints_name_flags_of_the_shell(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.toml").touch()
-    assert main(["train", "shards", "--out", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert "continue with --resume, or replace it with --overwrite" in " ".join(err.split())
+SAMPLES = [{"__key__": str(n), "cls": n % 2} for n in range(4)]
+CALLS: dict[str, Callable[..., object]] = {
+    "folder": lambda s, out, **options: wt.convert_folder(s, out, **options),
+    "table": lambda s, out, **options: wt.convert_table(
+        s / "log.csv", out, **{"image": "file", **options}
+    ),
+    "arrays": lambda s, out, **options: wt.convert_arrays({"cls": s / "kinds.npy"}, out, **options),
+    "tars": lambda s, out, **options: wt.convert_tars(s / "set", out, **options),
+    "pack": lambda s, out, **options: wt.pack(SAMPLES, out, **options),
+    "index": lambda s, out, **options: wt.index(s / "set", **options),
+    "join": lambda s, out, **options: wt.join(s / "set", [{"key": "k1", "x": 1.0}], **options),
+    "plan": lambda s, out, **options: wt.plan_epoch(s / "set", batch_size=2, **options),
+    "loader": lambda s, out, **options: wt.Loader(s / "set", batch_size=2, **options),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "value"),
+    [
+        ("loader", "shuffle", "no"),  # a text that is not empty would be true
+        ("folder", "dry_run", "no"),
+        ("loader", "shuffle", None),
+        ("folder", "overwrite", [1]),
+        ("folder", "split", {"train": "0.5", "val": "0.5"}),
+        ("folder", "split", ["train", "val"]),
+        ("folder", "quality", "95"),
+        ("table", "image", ["file"]),
+        ("table", "root", ["."]),
+        ("tars", "rename", {"txt": 3}),
+        ("pack", "labels", ["cls"]),
+        ("pack", "group", "cls"),
+        ("pack", "fields", "cls"),
+        ("loader", "split", 3),
+        ("loader", "multiprocessing_context", "thread"),
+        ("loader", "cache_dir", ["cache"]),
+        ("loader", "where", ["label == 'a'"]),
+        ("loader", "fields", ["txt"]),
+        ("join", "on", ["key"]),
+        ("index", "label", ["cls", "txt"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_option(
+    sources: Path, tmp_path: Path, call: str, option: str, value: object
+) -> None:
+    with pytest.raises(wt.UsageError, match=rf"^{option}=.*: must be "):
+        CALLS[call](sources, tmp_path / "out", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "value"),
+    [
+        ("tars", "rename", "cls=kind"),
+        ("folder", "split", "train=0.5,val=0.5"),
+        ("folder", "classes", None),
+        ("table", "label", None),
+        ("tars", "keep", None),
+        # not taken letter by letter
+        ("tars", "keep", "txt"),
+        ("tars", "drop", "txt"),
+        ("table", "label", "kind"),
+        ("arrays", "label", "cls"),
+        ("index", "columns", "txt"),
+    ],
+)
+def test_a_text_or_nothing_is_taken_as_it_is_meant(
+    sources: Path, tmp_path: Path, call: str, option: str, value: object
+) -> None:
+    CALLS[call](sources, tmp_path / "out", **{option: value})

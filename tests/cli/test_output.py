@@ -14,14 +14,7 @@ import wdstrain as wt
 from tests.conftest import picture, write_tar
 from wdstrain.cli import main
 
-VERBS = [
-    ["info"],
-    ["info", "--exact"],
-    ["verify", "--decode"],
-    ["show"],
-    ["index"],
-    ["plan", "--batch-size", "2"],
-]
+VERBS = ["info", "info --exact", "verify --decode", "show", "index", "plan --batch-size 2"]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +39,18 @@ def printed(words: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch) ->
     return stdout.buffer.getvalue().decode(encoding)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "shift_jis", "utf-8"])
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "shift_jis", "utf-8"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_encoding_of_the_terminal_gets_a_result(
-    named: str, verb: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
+    named: str, verb: str, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = printed([*verb[:1], named, *verb[1:]], encoding, monkeypatch)
-    assert "6" in text
-    report = json.loads(printed([*verb[:1], named, *verb[1:], "--json"], encoding, monkeypatch))
-    if verb[0] == "index":
+    assert "6" in printed([*verb.split(), named], encoding, monkeypatch)
+    report = json.loads(printed([*verb.split(), named, "--json"], encoding, monkeypatch))
+    if verb == "info":  # it draws bars
+        bar = "\u2588" if encoding == "utf-8" else "#"
+        assert bar * 30 in printed([verb, named], encoding, monkeypatch)
+    if verb == "index":
         assert report["labels"][0]["classes"] == ["\u732b", "chien\u200bne"]
-
-
-def test_bars_are_drawn_in_every_encoding(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\u2588" * 30 in printed(["info", named], "utf-8", monkeypatch)
-    assert "#" * 30 in printed(["info", named], "latin-1", monkeypatch)
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path, capsys: Any) -> None:
@@ -68,8 +58,8 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path, capsys: Any) -> Non
     rows = [(f"k{n}", {"json": f'{{"far": {text}}}'.encode()}) for n, text in enumerate(texts)]
     write_tar(tmp_path / "set" / "a.tar", rows)
     wt.index(tmp_path / "set", columns=["json.far"])
-    for verb in (["info"], ["verify"], ["show"], ["plan", "--batch-size", "2"], ["index"]):
-        assert main([*verb, str(tmp_path / "set"), "--json"]) == 0
+    for verb in VERBS:
+        assert main([*verb.split(), str(tmp_path / "set"), "--json"]) == 0
         json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import wdstrain as wt
 from tests.support.tables import FORMS, Tables, attempt, labelled, write_images
 from wdstrain.cli.main import main
-from wdstrain.errors import UsageError
 
 COUNT = 30
 
@@ -41,41 +39,14 @@ def convert_rows(source: str, values: list[Any], tables: Tables, label: str = "y
     return wt.index(out, label=f"json.{label}")
 
 
-# --- kinds ---
-
-
-@pytest.mark.parametrize("source", [*FORMS, "arrays", "hdf5", "index"])
-def test_few_whole_numbers_stored_as_floats_are_classes_or_a_question(
-    tables: Tables, source: str
-) -> None:
-    result = attempt(lambda: convert_rows(source, [0.0, 1.0, 2.0] * 10, tables))
-    if isinstance(result, str):
-        assert {"class", "number"} <= set(re.findall(r"[a-z]+", result))
-    else:
-        label = result.labels[0]
-        assert (label.kind, label.classes) == ("class", ("0", "1", "2"))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("kind", "classes"), [("class", ("0", "1", "2")), ("number", ())])
-def test_floats_with_a_declared_kind_are_of_that_kind(
-    tables: Tables, form: str, kind: str, classes: tuple[str, ...]
-) -> None:
-    (label,) = convert_rows(form, [0.0, 1.0, 2.0] * 10, tables, f"y:{kind}").labels
-    assert (label.kind, label.classes) == (kind, classes)
-
-
 FULLWIDTH = {ord("0") + digit: 0xFF10 + digit for digit in range(10)}
 
 QUANTITIES: dict[str, Callable[[int], str]] = {
     "decimal comma": lambda n: f"{n},{n * 7 % 10}",
     "thousands": lambda n: f"{1000 + n * 13:,}.5",
-    "whole thousands": lambda n: f"{1000 + n * 13:,}",
     "blanks between thousands": lambda n: f"{n + 1} {n % 10}00",
-    "apostrophes between thousands": lambda n: f"{n + 1}'{n % 10}00",
     "percent": lambda n: f"{n}%",
     "currency": lambda n: f"${n}.50",
-    "currency behind": lambda n: f"{n},50 \u20ac",
     "unit": lambda n: f"{n}.5 kg",
     "fullwidth digits": lambda n: f"{n}.5".translate(FULLWIDTH),
     "minus sign": lambda n: f"\u2212{n}.5",
@@ -88,6 +59,7 @@ QUANTITIES: dict[str, Callable[[int], str]] = {
         *(("csv", notation) for notation in QUANTITIES),
         *((source, "decimal comma") for source in ("jsonl", "parquet", "frame", "index")),
         ("parquet", "duration"),
+        ("arrays", "decimal comma"),
     ],
 )
 def test_texts_that_are_numbers_to_people_are_numbers_or_a_question(
@@ -99,20 +71,14 @@ def test_texts_that_are_numbers_to_people_are_numbers_or_a_question(
     assert "y'" in result if isinstance(result, str) else result.labels[0].kind == "number"
 
 
-def test_quantities_in_arrays_of_texts_are_refused(tables: Tables) -> None:
-    with pytest.raises(UsageError, match="label 'y'"):
-        convert_rows("arrays", [f"{n},5" for n in range(9)], tables)
-
-
-SPECIAL_NAMES = ("Nan", "NaN", "Inf", "-inf")
-OTHER_NAMES = ("None", "null", "NA", "N/A")
+SPECIAL_NAMES = ("Nan", "-inf", "None", "NA")
 
 
 @pytest.mark.parametrize("label", ["y", "y:class"])
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        *(("csv", name) for name in SPECIAL_NAMES + OTHER_NAMES),
+        *(("csv", name) for name in SPECIAL_NAMES),
         *((form, name) for form in FORMS[1:] for name in ("Nan", "None")),
     ],
 )
@@ -122,21 +88,11 @@ def test_among_texts_a_word_for_a_special_number_is_a_class(
     names = sorted([name, "Roti", "Dosa"])
     index = convert_rows(form, names * 4, tables, label)
     assert (len(index), sorted(index.labels[0].classes)) == (12, names)
-
-
-@pytest.mark.parametrize("name", ["Nan", "No"])
-@pytest.mark.parametrize("label", ["y:multi", "y:class"])
-def test_a_declared_kind_takes_words_for_special_numbers(
-    tables: Tables, name: str, label: str
-) -> None:
-    cells = [f"{name}|a", "b", name] if label == "y:multi" else [name, "b", "a"]
-    options = {} if label == "y:multi" else {"classes": ["b", "a", name]}
-    index = tables(labelled(cells), label=label, **options)
-    assert len(index) == 3
+    index = tables(labelled([f"{name}|a", "b", name]), label="y:multi")
     assert set(index.labels[0].classes) == {name, "a", "b"}
 
 
-@pytest.mark.parametrize("name", [*SPECIAL_NAMES[:3], *OTHER_NAMES[:3]])
+@pytest.mark.parametrize("name", ["Nan", "Inf", "None"])
 def test_words_for_special_numbers_are_names_of_splits_groups_and_class_folders(
     tables: Tables, tmp_path: Path, name: str
 ) -> None:
@@ -150,36 +106,20 @@ def test_words_for_special_numbers_are_names_of_splits_groups_and_class_folders(
     assert set(wt.convert_folder(tmp_path / "in", tmp_path / "o").labels[0].classes) == {name, "b"}
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("separator", ["|", ", ", ",", ";", "/", " / "])
-def test_cells_with_several_known_classes_get_a_note_that_names_the_kind(
-    tables: Tables, capsys: pytest.CaptureFixture[str], separator: str, form: str
-) -> None:
-    table = labelled([f"cat{separator}dog", "dog", f"cat{separator}bird", "bird"] * 4)
-    if form == "frame":
-        notes = str(tables(table, form, label="y").info["source"]["decided"])
-    else:
-        tables.command(tables.write(table, form), "--label", "y")
-        notes = "".join(capsys.readouterr())
-    assert "multi" in notes
-
-
-@pytest.mark.parametrize("separator", ["|", ", ", ";", "/"])
-def test_a_declared_list_is_separated_where_its_parts_come_again(
+def test_cells_with_several_known_classes_are_lists_only_if_declared(
     tables: Tables, separator: str
 ) -> None:
-    cells = [f"cat{separator}dog", "dog", f"cat{separator}bird"]
-    index = tables(labelled(cells), label="y:multi")
-    assert index.labels[0].classes == ("bird", "cat", "dog")
-
-
-def test_a_separator_between_parts_that_never_come_again_gets_no_note(tables: Tables) -> None:
+    """A note names the kind where the parts of a cell come again."""
+    table = labelled([f"cat{separator}dog", "dog", f"cat{separator}bird", "bird"] * 4)
+    for form in FORMS:
+        assert "multi" in str(tables(table, form, label="y").info["source"]["decided"])
+    assert tables(table, label="y:multi").labels[0].classes == ("bird", "cat", "dog")
     index = tables(labelled(["Paris, France", "Rome, Italy", "Bern, Switzerland"] * 5), label="y")
     assert "multi" not in str(index.info["source"]["decided"])
-    assert len(index.labels[0].classes) == 3
 
 
-@pytest.mark.parametrize("source", ["arrays", "hdf5", "frame", "parquet"])
+@pytest.mark.parametrize("source", [*FORMS, "arrays", "hdf5"])
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
@@ -202,18 +142,13 @@ def test_one_rule_decides_the_kind_in_arrays_and_tables(
         assert "label='y:class' or y:number" in str(result)
 
 
-# --- class numbers ---
-
-
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([str(n) for n in range(12)], id="from 0"),
-        pytest.param([str(n) for n in range(1, 13)], id="from 1"),
-        pytest.param(["5", "10"], id="with gaps"),
-        pytest.param(["0", "3"], id="two of many"),
-        pytest.param([str(n) for n in range(10)], id="one digit"),
-        pytest.param([f"{n:02d}" for n in range(12)], id="padded"),
+        [str(n) for n in range(12)],
+        [str(n) for n in range(1, 13)],
+        ["5", "10"],
+        [f"{n:02d}" for n in range(12)],
     ],
 )
 @pytest.mark.parametrize("splits", [(".",), ("train", "val")])
@@ -236,9 +171,6 @@ def test_declared_labels_keep_the_class_numbers_that_their_values_are(
 ) -> None:
     result = attempt(lambda: convert_rows("index", list(map(kind, range(12))), tables))
     assert isinstance(result, str) or result.labels[0].classes == tuple(map(str, range(12)))
-
-
-# --- values of a label in the index, in the samples and in batches ---
 
 
 def check_values(index: wt.Index, name: str, rows: int) -> None:
@@ -269,13 +201,9 @@ _TIMES = [datetime.datetime(2024, 1, 1), datetime.datetime(2024, 2, 1, 3)]
         ("parquet", BOOLEANS, ":class"),
         ("jsonl", ["true", "FALSE", "True"], ""),
         ("jsonl", [True, "cat"], ":class"),
-        ("jsonl", [0, 1, 2], ""),
-        ("jsonl", [0.5, 1.5], ":class"),
         ("jsonl", [0.0, 1.0], ":class"),
-        ("jsonl", [7, "cat"], ":class"),
         ("jsonl", [0, 100_000, 200_000], ":class"),
         ("csv", ["007", "010"], ""),
-        ("csv", [" a", "a", "b"], ""),
         ("parquet", _DATES, ""),
         ("parquet", _TIMES, ""),
     ],
@@ -290,45 +218,12 @@ def test_a_second_label_has_the_same_values_in_index_conditions_and_batches(
     check_values(index, "a", 12)
 
 
+@pytest.mark.parametrize("source", ["arrays", "hdf5", "index"])
 @pytest.mark.parametrize(
-    ("source", "values", "kind"),
-    [
-        *(
-            (source, values, kind)
-            for source in ("arrays", "hdf5")
-            for values, kind in (
-                ([True, False, False], ""),
-                ([True, False, False], ":class"),
-                ([0.0, 1.0, 2.0], ":class"),
-                ([0, 1, 2], ""),
-            )
-        ),
-        *(("index", values, "") for values in ([True, False, False], [0, 1, 2], ["0", "1", "2"])),
-    ],
+    ("values", "kind"),
+    [([True, False, False], ""), ([0.0, 1.0, 2.0], ":class"), ([0, 1, 2], "")],
 )
 def test_a_label_of_arrays_or_json_has_the_same_values_in_index_conditions_and_batches(
     tables: Tables, source: str, values: list[Any], kind: str
 ) -> None:
     check_values(convert_rows(source, values * 4, tables, f"y{kind}"), "y", 12)
-
-
-@pytest.mark.parametrize("label", ["y", ["a", "y"]])
-@pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_true_and_false_are_flags_everywhere(
-    tables: Tables, form: str, label: str | list[str]
-) -> None:
-    """As the only label, in the field cls, and beside another label, in the field json."""
-    table = {**labelled(BOOLEANS), "a": ["x", "z"] * 6}
-    index = tables(table, form, label=label, shuffle=False)
-    name = index.labels[-1].name
-    assert index.labels[-1].classes == ("False", "True")
-    assert index.table[name].to_pylist() == BOOLEANS
-    assert len(index.where(name)) == 4
-    assert len(index.where(f"not {name} and {name} == False and {name} < 1")) == 8
-    fields = {"class": wt.label(name), "number": wt.number(name)}
-    with wt.Loader(index, fields, batch_size=12, shuffle=False) as loader:
-        (batch,) = loader.epoch(0, until=1)
-    assert batch["class"].tolist() == batch["number"].tolist() == [int(flag) for flag in BOOLEANS]
-    info = {column.name: column for column in wt.info(tables.out).columns}[name]
-    assert (info.classes, info.missing) == ({"False": 8, "True": 4}, 0)
-    assert wt.verify(tables.out).ok

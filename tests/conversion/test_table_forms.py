@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import decimal
 import gzip
 import io
 import json
-import lzma
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
 import duckdb
-import numpy as np
 import pandas
 import polars
 import pyarrow as pa
@@ -27,8 +23,6 @@ from wdstrain.errors import UsageError
 
 FILES_OF_ROWS = [f"IMG/{n}.png" for n in range(3)]
 ROWS = pa.table({"file": FILES_OF_ROWS, "kind": ["cat", "dog", "cat"]})
-
-# --- objects of other libraries ---
 
 
 class ArrowStream:
@@ -71,43 +65,23 @@ def test_a_table_object_is_packed_or_the_error_names_what_is_accepted(
         assert [packed[f"IMG/{n}"]["cls"] for n in range(3)] == [b"0", b"1", b"0"]
 
 
-# --- folders of tables ---
-
-
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
-@pytest.mark.parametrize("pattern", ["", "*/*"])
+@pytest.mark.parametrize("pattern", ["", "*/*/*"])
 def test_partition_folders_are_columns(tables: Tables, form: str, pattern: str) -> None:
-    kinds, folder = ["cat", "dog", "cat"], tables.folder / "t"
-    for number, kind in enumerate(kinds):
-        path = folder / f"kind={kind}" / f"part-{number}"
-        write_table(path, form, file=[f"IMG/{number}.png"], n=[number])
-    index = tables(folder / pattern, label=["kind", "n"], root=tables.folder)
-    rows = sorted((row["n"], row["kind"]) for row in read_json(tables.out))
-    assert rows == [*enumerate(kinds)]
-    assert index.labels[0].classes == ("cat", "dog")
-
-
-def test_partitions_may_be_nested_encoded_or_without_a_value(tables: Tables) -> None:
+    """Also if they are nested, encoded or without a value."""
     partitions = ["year=2024/kind=a%2Fb", "year=2024/kind=cat"]
     partitions += ["year=2025/kind=__HIVE_DEFAULT_PARTITION__"]
     for number, partition in enumerate(partitions):
         path = tables.folder / "t" / partition / "part"
-        write_table(path, "parquet", file=[f"IMG/{number}.png"], n=[number])
-    tables(tables.folder / "t", root=tables.folder)
+        write_table(path, form, file=[f"IMG/{number}.png"], n=[number])
+    index = tables(tables.folder / "t" / pattern, label=["year:class", "n"], root=tables.folder)
     rows = sorted(read_json(tables.out), key=lambda row: int(row["n"]))
     years = [(str(row.get("year")), row.get("kind")) for row in rows]
     assert years == [("2024", "a/b"), ("2024", "cat"), ("2025", None)]
+    assert index.labels[0].classes == ("2024", "2025")
 
 
-LEFTOVERS = [
-    "_temporary/0/attempt_0/part-1",
-    "_delta_log/part-1",
-    "_part-1",
-    ".hidden/part-1",
-    ".ipynb_checkpoints/part-1-checkpoint",
-    "__MACOSX/._part-1",
-    ".part-1",
-]
+LEFTOVERS = ["_temporary/0/attempt_0/part-1", "_part-1", ".hidden/part-1", "__MACOSX/._part-1"]
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
@@ -123,15 +97,11 @@ def test_leftovers_of_other_programs_beside_tables_are_not_packed(
     assert set(tables.samples) == {"IMG/0", "IMG/1"}
 
 
-# --- file formats ---
-
-
-def _csv_bytes(rows: pa.Table) -> bytes:
-    return rows.to_pandas().to_csv(index=False).encode()
-
-
-def _lines(rows: pa.Table, **options: Any) -> bytes:
-    return "".join(json.dumps(row, **options) + "\n" for row in rows.to_pylist()).encode()
+def _arrow_bytes(rows: pa.Table, writer: Callable[..., Any]) -> bytes:
+    sink = io.BytesIO()
+    with writer(sink, rows.schema) as opened:
+        opened.write_table(rows)
+    return sink.getvalue()
 
 
 def _written(write: Callable[[io.BytesIO], object]) -> bytes:
@@ -140,50 +110,27 @@ def _written(write: Callable[[io.BytesIO], object]) -> bytes:
     return sink.getvalue()
 
 
-def _arrow_bytes(rows: pa.Table, writer: Callable[..., Any]) -> bytes:
-    sink = io.BytesIO()
-    with writer(sink, rows.schema) as opened:
-        opened.write_table(rows)
-    return sink.getvalue()
-
-
-def _zip_bytes(name: str, data: bytes) -> bytes:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as archive:
-        archive.writestr(name, data)
-    return sink.getvalue()
-
-
 _LISTED = ("array", "json lines")
 _COMPRESSED = ("compress", "unpack", "gzip", "zip archive")
-_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(504)  # the first bytes of .xls
+_CSV = ROWS.to_pandas().to_csv(index=False).encode()
+_PARQUET = _written(lambda sink: pyarrow.parquet.write_table(ROWS, sink))
+_FEATHER = _written(lambda sink: pyarrow.feather.write_feather(ROWS, sink))
+_LINES = "".join(json.dumps(row, indent=1) + "\n" for row in ROWS.to_pylist()).encode()
 
 # file name -> (bytes of a table in this form, words that name the form)
 FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
-    "array.json": (json.dumps(ROWS.to_pylist()).encode(), _LISTED),
-    "indented.json": (json.dumps(ROWS.to_pylist(), indent=1).encode(), _LISTED),
-    "pretty.jsonl": (_lines(ROWS, indent=1), ("json lines", "one line", "each line")),
+    "array.json": (json.dumps(ROWS.to_pylist(), indent=1).encode(), _LISTED),
+    "pretty.jsonl": (_LINES, ("json lines", "one line", "each line")),
     "pandas.json": (ROWS.to_pandas().to_json().encode(), ("json lines", "orient", "records")),
     "stream.arrow": (_arrow_bytes(ROWS, pa.ipc.new_stream), ("arrow",)),
     "file.arrow": (_arrow_bytes(ROWS, pa.ipc.new_file), ("arrow",)),
-    "rows.feather": (
-        _written(lambda sink: pyarrow.feather.write_feather(ROWS, sink)),
-        ("arrow", "feather"),
-    ),
-    "parquet.csv": (_written(lambda sink: pyarrow.parquet.write_table(ROWS, sink)), ("parquet",)),
-    "lines.csv": (_lines(ROWS), ("json",)),
-    "rows.npz": (_written(lambda sink: np.savez(sink, np.arange(3))), ("numpy", "arrays")),
-    "rows.npy": (_written(lambda sink: np.save(sink, np.arange(3))), ("numpy", "arrays")),
-    "rows.xlsx": (_zip_bytes("xl/workbook.xml", b"<x/>"), ("excel", "spreadsheet")),
-    "rows.xls": (_OLE, ("excel", "spreadsheet")),
+    "rows.feather": (_FEATHER, ("arrow", "feather")),
+    "parquet.csv": (_PARQUET, ("parquet",)),
+    "lines.csv": (b'{"file": "IMG/0.png", "kind": "cat"}\n' * 3, ("json",)),
+    "rows.xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(504), ("excel", "spreadsheet")),
     "rows.db": (b"SQLite format 3\0" + bytes(84), ("sqlite",)),
-    "rows.avro": (b"Obj\x01\x04\x16avro.schema\x02{}" + bytes(50), ("avro",)),
-    "rows.orc": (b"ORC" + bytes(100), ("orc",)),
-    "rows.csv.gz": (gzip.compress(_csv_bytes(ROWS)), _COMPRESSED),
-    "gzip.csv": (gzip.compress(_csv_bytes(ROWS)), _COMPRESSED),
-    "rows.csv.bz2": (bz2.compress(_csv_bytes(ROWS)), _COMPRESSED),
-    "rows.csv.xz": (lzma.compress(_csv_bytes(ROWS)), _COMPRESSED),
-    "rows.zip": (_zip_bytes("rows.csv", _csv_bytes(ROWS)), _COMPRESSED),
+    "rows.csv.gz": (gzip.compress(_CSV), _COMPRESSED),
+    "gzip.csv": (gzip.compress(_CSV), _COMPRESSED),
 }
 
 
@@ -200,8 +147,6 @@ def test_a_file_in_another_form_is_read_or_its_form_is_named(tables: Tables, nam
     else:
         assert len(result) == 3
 
-
-# --- dialects of text tables ---
 
 # name -> (text, encoding, option that reads it, text of the caption column)
 DIALECTS: dict[str, tuple[str, str, dict[str, str], str]] = {
@@ -231,19 +176,6 @@ def test_a_dialect_of_text_tables_is_read_or_the_error_names_the_option(
         assert all(name in result for name in option)
         tables(path, **option)
     assert tables.entries("said") == {"IMG/0": said}
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("delimiter", [",", ";"])
-def test_common_dialects_need_no_option(
-    tables: Tables, encoding: str, newline: str, delimiter: str
-) -> None:
-    text = newline.join(["file,said", 'IMG/0.png,"K\u00e4se ""2"""', ""]).replace(",", delimiter)
-    path = tables.folder / "t.csv"
-    path.write_bytes(text.encode(encoding))
-    tables(path)
-    assert tables.entries("said") == {"IMG/0": 'K\u00e4se "2"'}
 
 
 def test_decimal_commas_are_read_by_an_option(tables: Tables) -> None:
@@ -294,8 +226,6 @@ def test_a_folder_of_arrow_files_with_class_names_is_packed(
     assert (members[f"{key}.png"], members[f"{key}.cls"]) == (picture(2), b"1")
 
 
-# --- values beyond Python's types ---
-
 _DATE = pa.array([0, 3_000_000, 0], pa.int32()).cast(pa.date32())  # the year 10183
 
 
@@ -306,46 +236,23 @@ def _times(kind: pa.DataType, value: int) -> pa.Array:
 VALUES: dict[str, pa.Array] = {
     "date": _DATE,
     "date before the year 1": pa.array([0, -3_000_000, 0], pa.int32()).cast(pa.date32()),
-    "milliseconds as a date": _times(pa.date64(), 86_400_000 * 3_000_000),
     "seconds": _times(pa.timestamp("s"), 2**50),
-    "negative milliseconds": _times(pa.timestamp("ms"), -(2**55)),
     "microseconds": _times(pa.timestamp("us"), 2**60),
-    "microseconds in a time zone": _times(pa.timestamp("us", tz="UTC"), 2**60),
     "duration": _times(pa.duration("s"), 2**53),
     "list of dates": pa.ListArray.from_arrays([0, 1, 2, 3], _DATE),
     "struct of dates": pa.StructArray.from_arrays([_DATE], ["until"]),
     "nanoseconds": _times(pa.timestamp("ns"), 1),
-    "duration in nanoseconds": _times(pa.duration("ns"), 1),
     "wide decimal": pa.array([decimal.Decimal("1" * 50)] * 3, pa.decimal256(60, 2)),
     "unsigned": pa.array([1, 2**64 - 1, 3], pa.uint64()),
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [*VALUES, "frame"])
 def test_a_value_beyond_pythons_types_is_stored_or_a_bad_sample(tables: Tables, name: str) -> None:
-    index = tables({"file": FILES_OF_ROWS, "until": VALUES[name]}, "parquet", on_error="skip")
+    if name == "frame":
+        times = pandas.arrays.ArrowExtensionArray(VALUES["microseconds"])
+        index = tables(pandas.DataFrame({"file": FILES_OF_ROWS, "until": times}), on_error="skip")
+    else:
+        index = tables({"file": FILES_OF_ROWS, "until": VALUES[name]}, "parquet", on_error="skip")
     assert len(index) + index.info["skipped"] == 3
     assert len(index) >= 2
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"label": "until:class"},
-        {"group_by": "until", "split": {"a": 0.5, "b": 0.5}},
-        {"where": "until != '1970-01-01'"},
-    ],
-)
-def test_a_far_date_that_decides_about_its_row_is_used_or_a_bad_sample(
-    tables: Tables, options: dict[str, Any]
-) -> None:
-    rows = {"file": FILES_OF_ROWS, "until": _DATE}
-    result = attempt(lambda: tables(rows, "parquet", on_error="skip", **options))
-    assert "until" in result if isinstance(result, str) else len(result) >= 1
-
-
-def test_far_times_in_a_data_frame_are_stored_or_bad_samples(tables: Tables) -> None:
-    times = pandas.arrays.ArrowExtensionArray(VALUES["microseconds"])
-    frame = pandas.DataFrame({"file": FILES_OF_ROWS, "until": times})
-    index = tables(frame, on_error="skip")
-    assert len(index) + index.info["skipped"] == 3

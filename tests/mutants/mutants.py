@@ -75,17 +75,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "conversion": (
         "tests/golden/test_conversions.py",
         "tests/oracle/test_converting.py",
-        "tests/conversion/test_packing.py",
         "tests/conversion/test_sources.py",
         "tests/conversion/test_tables.py",
         "tests/conversion/test_converting.py",
-        "tests/conversion/test_table_options.py",
         "tests/conversion/test_drawn_tables.py",
         "tests/conversion/test_changing_sets.py",
         "tests/conversion/test_label_decisions.py",
         "tests/conversion/test_given_splits.py",
         "tests/conversion/test_table_forms.py",
-        "tests/conversion/test_archives.py",
     ),
     "training": (
         "tests/golden/test_checkpoint_keys.py",
@@ -206,7 +203,11 @@ FIRST: dict[str, tuple[str, ...]] = {
     ),
     "shards/label_kinds.py": ("tests/conversion/test_tables.py",),
     "conversion/listing.py": ("tests/conversion/test_sources.py",),
-    "conversion/collect.py": ("tests/conversion/test_converting.py",),
+    "conversion/collect.py": (
+        "tests/conversion/test_changing_sets.py",
+        "tests/conversion/test_converting.py",
+    ),
+    "conversion/sources/table_files.py": ("tests/conversion/test_changing_sources.py",),
     "conversion/encode.py": ("tests/conversion/test_resizing.py",),
     "conversion/sources/table.py": (
         "tests/conversion/test_tables.py::test_two_names_of_one_number_stay_two_classes",

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.conversion.listing import Part, field_name
+from wdstrain.conversion.listing import Part, each_once, field_name
 from wdstrain.conversion.options import Check
 from wdstrain.decode.boxes import boxes, fitted
 from wdstrain.decode.codecs import decode_image, resize
@@ -121,12 +121,16 @@ def _encoded(
     if kind == "cls":
         return str(_class(value, classes)).encode()
     if kind == "json":
-        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json.loads(text, object_pairs_hook=each_once)
+        return text.encode()
     if isinstance(value, str):
         return str.encode(value)  # str() of an enum is another text
     for plain in (bool, int, float):
         if isinstance(value, plain):
             return str(plain(value)).encode()
+    if value is None:
+        raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
     raise SampleError(
         f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an "
         f"array {name}.npy, an image {name}.png, a dict or list {name}.json, or give bytes or text"

@@ -11,6 +11,7 @@ import marshal
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,6 +205,15 @@ def field_name(name: str) -> str:
             f"does not begin with two underscores"
         )
     return lower
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if a name comes twice, such as 1 and "1"."""
+    document = dict(pairs)
+    if len(document) < len(pairs):  # only the last value would be kept
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it names {twice!r} twice")
+    return document
 
 
 def image_field(name: str) -> str | None:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.runtime.workers import recording_context, set_up_worker
 
+_POLL = 0.5  # seconds of each wait for a worker
 _RAY_RETRIES = 5  # of a task whose node or worker process was lost
 
 T = TypeVar("T")
@@ -36,13 +37,13 @@ def run(
         yield from map(work, tasks)
         return
     waiting = deque[Any]()
-    with _ray(work, waiting) if engine == "ray" else _processes(work, jobs) as (begin, wait):
+    with _ray(work, waiting) if engine == "ray" else _processes(work, jobs) as (begin, result_of):
         for task in tasks:
             waiting.append(begin(task))
             if len(waiting) > 2 * jobs and engine == "local":  # so that an error comes early
-                yield wait(waiting.popleft())
+                yield result_of(waiting.popleft())
         while waiting:
-            result = wait(waiting[0])
+            result = result_of(waiting[0])
             waiting.popleft()
             yield result
 
@@ -60,7 +61,7 @@ def _processes(work: Any, jobs: int) -> Iterator[Calls]:
             return pool.submit(_do, task)
 
     try:
-        yield begin, Future.result
+        yield begin, _result
     except BrokenProcessPool as error:
         raise WdstrainError(
             "a worker process was killed, perhaps because memory ran out.",
@@ -74,6 +75,16 @@ def _processes(work: Any, jobs: int) -> Iterator[Calls]:
             if worker.is_alive():  # False also for one that was not started
                 worker.kill()
         pool.shutdown(cancel_futures=True)
+
+
+def _result(task: Future[Any]) -> Any:
+    """Return the result of a task.
+
+    Python can miss a Ctrl-C that comes just before an endless wait, so each wait has an end.
+    """
+    while not wait([task], _POLL).done:
+        pass
+    return task.result()
 
 
 _mine: Any = None  # in a worker: its work

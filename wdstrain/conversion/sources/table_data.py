@@ -324,6 +324,10 @@ def _plain(value: Any, changes: Changes) -> Any:
         return [_plain(item, changes) for item in value]
     if isinstance(value, dict):
         names = [name if isinstance(name, str) else json.dumps(name, default=str) for name in value]
+        refuse(
+            len({*names}) < len(names),
+            f"a dict of the table names an entry twice in JSON: {', '.join(names)}.",
+        )
         return {n: _plain(item, changes) for n, item in zip(names, value.values(), strict=True)}
     is_pandas = type(value).__module__.startswith("pandas.")
     if isinstance(value, _WRITTEN) or is_pandas or hasattr(value, "isoformat"):

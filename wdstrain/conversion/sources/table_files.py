@@ -30,6 +30,7 @@ from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
     check_there,
+    each_once,
     image_field,
     is_litter,
     readable,
@@ -373,7 +374,7 @@ def _read_json(path: str, options: TableOptions, bad: BadSamples) -> Iterator[Ro
 def _array(path: str, texts: Iterator[str], bad: BadSamples) -> Iterator[Row]:
     """Yield (number, object) of each row of a JSON array. Raises SourceError if one is none."""
     try:
-        rows = json.loads("".join(texts))
+        rows = json.loads("".join(texts), object_pairs_hook=each_once)
         yield from enumerate(map(_checked, rows), 1)
     except (ValueError, RecursionError) as error:
         raise SourceError(
@@ -387,7 +388,7 @@ def _objects(path: str, texts: Iterator[str], bad: BadSamples) -> Iterator[Row]:
     for line, text in enumerate(texts, 1):
         try:
             if text.strip():
-                yield line, _checked(json.loads(text))
+                yield line, _checked(json.loads(text, object_pairs_hook=each_once))
         except (ValueError, RecursionError) as error:
             reason = f"it is not a JSON object ({error}); JSON lines have one object on each line"
             bad.put(BadSample(path, line, "", reason))
