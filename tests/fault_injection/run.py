@@ -196,7 +196,7 @@ def read_only(work: Work, shared: Path) -> Trial:
 
 def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
     """Return all trials by name. A trial gets a folder for the data that its repetitions share."""
-    two, parent = partial(Converting, jobs=2), partial(kill_after, alone=True)
+    two = partial(Converting, jobs=2)
     works: dict[str, Callable[[Path], Work]] = {
         "convert": Converting,
         "convert a stream": partial(Converting, kind="arrays"),
@@ -208,11 +208,12 @@ def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
         "checkpoint writing": Saving,
         "training run": Training,
     }
-    two_jobs = {"convert, 2 jobs": (kill_after, two), "parent of 2 jobs": (parent, two)}
-    faults = {f"kill-after {name}": (kill_after, make) for name, make in works.items()}
-    faults |= {f"kill-after {name}": pair for name, pair in two_jobs.items()}
+    faults: dict[str, tuple[Callable[..., Trial], Callable[[Path], Work]]] = {}
+    faults |= {f"kill-after {name}": (kill_after, make) for name, make in works.items()}
+    faults["kill-after convert, 2 jobs"] = (kill_after, two)
+    faults["kill-after parent of 2 jobs"] = (partial(kill_after, alone=True), two)
     faults |= {f"kill-at {name}": (kill_at, make) for name, make in works.items()}
-    faults |= {"kill-at parent of 2 jobs": (kill_at, two)}
+    faults["kill-at parent of 2 jobs"] = (kill_at, two)
     for word, fault in {"power-cut": cut, "full-disk": full, "read-only": read_only}.items():
         faults |= {f"{word} {name}": (fault, make) for name, make in works.items()}
 
