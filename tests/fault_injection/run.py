@@ -7,9 +7,8 @@
 A workload survives a fault under three conditions. (a) Each file with a final name is whole and
 correct, or opening it raises a clear error. (b) The message is one sentence. (c) The same work done
 again gives the bytes, order or weights of an undisturbed run. A third of the interrupted workloads
-are killed again while they resume. The table counts when the fault struck: before the first write,
-within the work, or after all files had their names. A kill after the end of its process does not
-count and is drawn again; `missed` counts these.
+are killed again while they resume. A kill after the end of its process does not count and is drawn
+again; `missed` counts these.
 """
 
 from __future__ import annotations
@@ -38,36 +37,13 @@ import torch.utils.tensorboard  # noqa: F401
 import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
 
-from tests.fault_injection import loader_faults
-from tests.fault_injection.process_faults import (
-    RDONLY,
-    REMOUNT,
-    Kill,
-    WrongOutcome,
-    adopt_orphans,
-    beside,
-    cut_power,
-    inside,
-    kill_all,
-    may_mount,
-    mount,
-    operations,
-    own_mounts,
-    recorded,
-)
-from tests.fault_injection.workloads import (
-    Converting,
-    Filling,
-    Indexing,
-    Remembering,
-    Saving,
-    Training,
-    Work,
-    done,
-)
+from tests.fault_injection import loader_faults, workloads
+from tests.fault_injection import process_faults as processes
+from tests.fault_injection.loader_faults import Trial
+from tests.fault_injection.process_faults import Kill, WrongOutcome, inside, recorded
+from tests.fault_injection.workloads import Converting, Work, done
 from wdstrain.serve import Server
 
-Trial = Callable[[Path, random.Random], str]
 AGAIN = 1 / 3  # share of kills that are followed by another
 TRIES = 50  # kills that may come too late in a row
 
@@ -99,7 +75,7 @@ def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
 def kill_at(work: Work, shared: Path) -> Trial:
     """SIGKILL before a random file operation of the work."""
     work.lay(shared / "counted")
-    count = operations(lambda: work.run(shared / "counted"))
+    count = processes.operations(lambda: work.run(shared / "counted"))
     return killed(work, lambda bits: Kill(at=bits.randint(1, count)), deque())
 
 
@@ -116,12 +92,11 @@ def killed(work: Work, draw: Callable[[random.Random], Kill], seconds: deque[flo
             seconds.append(time.monotonic() - begun)
         else:
             raise WrongOutcome(f"{TRIES} kills came too late")
-        where = work.reach(spot)
         while bits.random() < AGAIN:
             done(partial(work.look, spot))
             inside(partial(work.again, spot), draw(bits)).need("done", "killed")
         check_afterwards(work, spot)
-        return f"{where}+{missed}"
+        return f"killed+{missed}"
 
     return trial
 
@@ -134,10 +109,9 @@ def cut(work: Work, shared: Path) -> Trial:
     def trial(place: Path, bits: random.Random) -> str:
         at = bits.randrange(len(recording.trees))
         place.mkdir(parents=True)
-        cut_power(recording, at, bits, place / "0")
-        where = work.reach(place / "0")
+        processes.cut_power(recording, at, bits, place / "0")
         check_afterwards(work, place / "0")
-        return where
+        return "right"
 
     return trial
 
@@ -147,10 +121,10 @@ def on_a_disk(work: Work, obstruct: Callable[[Path, random.Random], Callable[[],
 
     def trial(place: Path, bits: random.Random) -> str:
         def run() -> str:
-            own_mounts()
-            adopt_orphans()
+            processes.own_mounts()
+            processes.adopt_orphans()
             place.mkdir(parents=True)
-            mount(place, "size=16m")
+            processes.mount(place, "size=16m")
             work.lay(place / "0")
             undo = obstruct(place, bits)
             ended = inside(lambda: work.run(place / "0")).need("done", "told")
@@ -185,8 +159,8 @@ def read_only(work: Work, shared: Path) -> Trial:
         if bits.random() < 0.7:
             kill = Kill(at=bits.randint(1, 60))
             inside(lambda: work.run(place / "0"), kill).need("killed", "done")
-        mount(place, "size=16m", REMOUNT | RDONLY)
-        return partial(mount, place, "size=16m", REMOUNT)
+        processes.mount(place, "size=16m", processes.REMOUNT | processes.RDONLY)
+        return partial(processes.mount, place, "size=16m", processes.REMOUNT)
 
     return on_a_disk(work, protect)
 
@@ -202,11 +176,11 @@ def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
         "convert a stream": partial(Converting, kind="arrays"),
         "convert, resized": partial(Converting, kind="resized"),
         "convert over a set": partial(Converting, over=True),
-        "index": Indexing,
-        "remembered walk": Remembering,
-        "cache filling": lambda shared: Filling(served.parent, url),
-        "checkpoint writing": Saving,
-        "training run": Training,
+        "index": workloads.Indexing,
+        "remembered walk": workloads.Remembering,
+        "cache filling": lambda shared: workloads.Filling(served.parent, url),
+        "checkpoint writing": workloads.Saving,
+        "training run": workloads.Training,
     }
     faults: dict[str, tuple[Callable[..., Trial], Callable[[Path], Work]]] = {}
     faults |= {f"kill-after {name}": (kill_after, make) for name, make in works.items()}
@@ -239,23 +213,21 @@ def try_out(
     name: str, prepare: Callable[[Path], Trial], numbers: list[int], seed: int, place: Path
 ) -> tuple[str, list[str]]:
     """Return the lines of the table, and the failed trials."""
-    begun, where, missed, failed = time.monotonic(), Counter[str](), 0, list[str]()
+    begun, outcomes, missed, failed = time.monotonic(), Counter[str](), 0, list[str]()
     (place / "shared").mkdir(parents=True)
     trial = prepare(place / "shared")
     for number in numbers:
         bits = random.Random(f"{seed} {name} {number}")
         try:
             outcome, _, late = trial(place / str(number), bits).partition("+")
-            where[outcome] += 1
+            outcomes[outcome] += 1
             missed += int(late or 0)
         except WrongOutcome as wrong:
             again = f"python -m tests.fault_injection.run '{name}' --seed {seed} --only {number}"
             failed.append(f"{name}, time {number}: {wrong}\n    again: {again}")
         shutil.rmtree(place / str(number), ignore_errors=True)
     shutil.rmtree(place, ignore_errors=True)
-    order = ("before", "within", "after")
-    words = [word for word in order if word in where] + sorted(where.keys() - {*order})
-    counts = ", ".join(f"{where[word]} {word}".replace(" ", "_") for word in words)
+    counts = ", ".join(f"{n}_{word.replace(' ', '_')}" for word, n in sorted(outcomes.items()))
     counts += f", {missed}_missed" if missed else ""
     survived = len(numbers) - len(failed)
     line = f"{name:<30}{len(numbers):>5}{survived:>9}{time.monotonic() - begun:>6.0f}  "
@@ -273,7 +245,7 @@ def serving(folder: Path) -> str:
             while os.getppid() == parent:
                 time.sleep(0.2)
         os._exit(0)
-    beside.add(child)
+    processes.beside.add(child)
     os.close(sending)
     return os.read(receiving, 1000).decode()
 
@@ -288,18 +260,16 @@ def main() -> int:
     add("--part", default="0/1", metavar="I/N", help="every N-th fault, from the I-th on")
     given = parser.parse_args()
     numbers = list(range(given.times)) if given.only is None else [given.only]
-    adopt_orphans()
+    processes.adopt_orphans()
     gc.freeze()  # what is there now is never collected, so that children need not copy it
     begun, failed = time.monotonic(), list[str]()
     place = Path(tempfile.mkdtemp(prefix="wdstrain-faults-"))
     os.environ["XDG_CACHE_HOME"] = str(place / "home")
     served = place / "web" / "served"
     try:
-        done(lambda: Filling.serve_from(served))
-        url, mounts = serving(served), may_mount()
-        print(
-            f"{'fault':<30}{'times':>5}{'survived':>9}{'s':>6}  where, or its outcome", flush=True
-        )
+        done(lambda: workloads.Filling.serve_from(served))
+        url, mounts = serving(served), processes.may_mount()
+        print(f"{'fault':<30}{'times':>5}{'survived':>9}{'s':>6}  outcomes", flush=True)
         part, parts = map(int, given.part.split("/"))
         for name, prepare in list(all_faults(url, served).items())[part::parts]:
             if given.words and not any(word in name for word in given.words):
@@ -314,8 +284,8 @@ def main() -> int:
             failed += more
             print(line, flush=True)
     finally:
-        kill_all(beside)
-        for child in beside:
+        processes.kill_all(processes.beside)
+        for child in processes.beside:
             os.waitpid(child, 0)
         shutil.rmtree(place, ignore_errors=True)
     verdict = "not all survived" if failed else "all survived"

@@ -55,10 +55,6 @@ class Work:
     def end(self, place: Path) -> None:
         """Raise WrongOutcome unless the files equal those of an undisturbed run."""
 
-    def reach(self, place: Path) -> str:
-        """Return the progress: "before", "within" or "after" its writing."""
-        raise NotImplementedError
-
 
 class Converting(Work):
     """A conversion by the command line. over: it replaces another set."""
@@ -126,12 +122,6 @@ class Converting(Work):
         if hidden:
             raise WrongOutcome(f"left behind: {hidden}")
 
-    def reach(self, place: Path) -> str:
-        out = place / "out"
-        if not out.exists() or (visible(out) == self.old and not (out / ".unfinished").exists()):
-            return "before"
-        return "after" if visible(out) == self.new and not is_decided(out) else "within"
-
 
 class Indexing(Work):
     """`wdstrain index` for shards with an outdated index: a shard was removed."""
@@ -140,7 +130,7 @@ class Indexing(Work):
         super().__init__(shared)
         write_class_folder(shared / "in", {"cat": 30, "dog": 30}, "jpg")
         words = ["folder", str(shared / "in"), "--max-shard-samples", "12"]
-        self.old = converted(shared / "set", *words)
+        converted(shared / "set", *words)
         self.lay(shared / "undisturbed")
         done(lambda: self.run(shared / "undisturbed"))
         self.new = visible(shared / "undisturbed" / "set")
@@ -166,14 +156,6 @@ class Indexing(Work):
     def end(self, place: Path) -> None:
         check_same(visible(place / "set"), self.new)
 
-    def reach(self, place: Path) -> str:
-        files = visible(place / "set")
-        is_new, is_old = (
-            all(files.get(name) == of[name] for name in ("index.arrow", "index.json"))
-            for of in (self.new, self.old)
-        )
-        return "after" if is_new else "before" if is_old else "within"
-
 
 class Remembering(Work):
     """A scan over foreign shards, which is cached."""
@@ -186,25 +168,17 @@ class Remembering(Work):
         shutil.copytree(self.shared / "set", place / "set")
 
     def run(self, place: Path) -> None:
-        self.scan(place)
+        self.look(place)
 
-    def scan(self, place: Path) -> list[str]:
-        """Open the set, and return the notes."""
+    def look(self, place: Path, note: Callable[[str], object] = lambda text: None) -> None:
         os.environ["XDG_CACHE_HOME"] = str(place / "home")  # of this child
-        notes = list[str]()
-        check_index(open_index(str(place / "set"), note=notes.append))
-        return notes
-
-    def look(self, place: Path) -> None:
-        self.scan(place)
+        check_index(open_index(str(place / "set"), note=note))
 
     def end(self, place: Path) -> None:
-        if notes := self.scan(place):
+        notes = list[str]()
+        self.look(place, notes.append)
+        if notes:
             raise WrongOutcome(f"it was not remembered: {notes}")
-
-    def reach(self, place: Path) -> str:
-        cache = place / "home" / "wdstrain" / "scans"
-        return "after" if any(cache.glob("*.arrow")) else "within" if cache.exists() else "before"
 
 
 class Filling(Work):
@@ -244,11 +218,6 @@ class Filling(Work):
         whole = [name for name in names if name.endswith(".tar")]
         if len(whole) != len(self.shards) or any(".part" in name for name in names):
             raise WrongOutcome(f"the cache holds {names}")
-
-    def reach(self, place: Path) -> str:
-        if len(list((place / "cache").rglob("*.tar"))) == len(self.shards):
-            return "after"
-        return "within" if (place / "cache").exists() else "before"
 
 
 class Saving(Work):
@@ -298,12 +267,6 @@ class Saving(Work):
         is_left = any(name.startswith(".") for name in os.listdir(folder))
         if kept != {LAST: last, BEST: last, **expected} or is_left:
             raise WrongOutcome(f"left are {kept} and {sorted(os.listdir(folder))}")
-
-    def reach(self, place: Path) -> str:
-        names = os.listdir(place / "c") if (place / "c").exists() else []
-        is_written = not any(name.endswith(".tmp") for name in names)
-        is_done = f"step-{self.steps:08d}.pt" in names and is_written
-        return "after" if is_done else "within" if names else "before"
 
 
 class Training(Work):
@@ -357,14 +320,6 @@ class Training(Work):
         left = [path.name for path in (place / "run").rglob("*.tmp")]
         if left:
             raise WrongOutcome(f"left behind: {left}")
-
-    def reach(self, place: Path) -> str:
-        run, lines = place / "run", place / "run" / "metrics.jsonl"
-        if not (run / "config.toml").exists():
-            return "before"
-        epochs = len(lines.read_text().splitlines()) if lines.exists() else 0
-        is_over = (run / "report.html").exists() and epochs == self.options["epochs"]
-        return "after" if is_over else "within"
 
 
 # --- helpers ---
