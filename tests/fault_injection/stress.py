@@ -61,8 +61,8 @@ BATCH, WINDOW = 50, 1000
 WAYS = ("killed", "breaks off", "steady")
 FLAT = 0.10  # share that a measure may grow from the first third to the last
 TICK, MEASURED = 0.1, 300  # seconds between two looks; measurements, at most one a second
-MEASURES = (("memory", 1e6, 15), ("descriptors", 1, 13), ("threads", 1, 11))  # unit, width
-ENOUGH, MANY = 5, 30  # measurements of a third to show a tree, and to judge it alone
+MEASURES = {"MB": 1e6, "descriptors": 1, "threads": 1}  # and their units
+ENOUGH, MANY = 5, 30  # measurements of a third to count a tree, and to judge it alone
 STARTED, ENDED = 240.0, 90.0  # seconds that all readers have to begin and to end
 COSTS = ("samples", "retries", "reread", "bad", "cached")  # of a pass's report
 SPAWN = multiprocessing.get_context("spawn")
@@ -213,14 +213,12 @@ class Running:
     """
 
     reader: Reader
-    kills: int = 0
+    kills: int = -1
     measured: list[tuple[int, ...]] = field(default_factory=list)
     due: float = math.inf
 
-    def __post_init__(self) -> None:
-        self.start()
-
     def start(self) -> None:
+        self.kills += 1
         self.process: BaseProcess = SPAWN.Process(target=read, args=(self.reader,))
         self.started, self.due = time.time(), math.inf
         self.process.start()
@@ -254,6 +252,8 @@ class Load:
             Running(Reader(n, WAYS[n % len(WAYS)], url, place, workers, seed, self.limit))
             for n in range(count)
         ]
+        for item in self.running:
+            item.start()
 
     def kill(self) -> None:
         for process in [item.process for item in self.running] + [self.server]:
@@ -290,7 +290,6 @@ class Load:
         return all(item.reader.epochs() for item in self.running)
 
     def is_tried(self) -> bool:
-        """Return whether every reader has completed an epoch, and the chosen ones were killed."""
         return self.is_warm() and all(i.kills for i in self.running if i.reader.way == "killed")
 
     def look_after(self, item: Running) -> None:
@@ -301,7 +300,6 @@ class Load:
             pids = item.tree()
             item.process.kill()
             item.process.join()
-            item.kills += 1
             self.wait(30, "end with their killed reader", lambda: not any(map(is_alive, pids)))
             item.start()
 
@@ -401,6 +399,7 @@ def report(load: Load) -> int:
     passes = [line for line in reported if "begun" in line]
     texts = [str(line[w]).strip() for line in reported for w in ("wrong", "error") if w in line]
     wrong = load.wrong + [text.splitlines()[-1] for text in texts]
+    grown, growing = growth(load)
     total = {name: sum(line[name] for line in passes) for name in COSTS}
     epochs, kills = sum(line["is_whole"] for line in passes), sum(i.kills for i in load.running)
     faults = {name: load.counts.get(name, 0) for name in (*FAULTS, *RARE)}
@@ -425,6 +424,7 @@ def report(load: Load) -> int:
         "retries told by the readers, samples read again": f"{total['retries']}, {total['reread']}",
         "warnings of the readers": warned.total(),
         "most bytes in the cache, its limit": f"{load.cache_most}, {load.limit}",
+        **grown,
     }.items():
         print(f"{name:<54}{value:>24}")
     if load.cache_most > load.limit:
@@ -433,7 +433,7 @@ def report(load: Load) -> int:
         wrong.append(f"{total['bad']} samples were replaced")
     if not epochs or not sum(faults.values()):
         wrong.append("nothing was put to the test")
-    wrong = list(dict.fromkeys([*wrong, *growth(load, epochs, kills)]))
+    wrong = list(dict.fromkeys(wrong + growing))
     for text, count in warned.most_common():
         print(f"\n{textwrap.fill(f'{count} x {text}', 80)}")
     print(f"\n{'exact, and flat' if not wrong else f'{len(wrong)} THINGS ARE WRONG'}")
@@ -441,34 +441,27 @@ def report(load: Load) -> int:
     return int(bool(wrong))
 
 
-def growth(load: Load, epochs: int, kills: int) -> list[str]:
-    """Print the 90th percentiles of each tree in its first and last third; return what grows."""
-    head = "".join(f"{name + ', MB' * (unit > 1):>{width}}" for name, unit, width in MEASURES)
-    print(f"\n{'first and last third':<26}{'epochs':>7}{'kills':>6}{head}")
-    wrong, sums = list[str](), np.zeros((2, len(MEASURES)))
-    rows = list[tuple[str, int, int, Any, bool]]()
+def growth(load: Load) -> tuple[dict[str, str], list[str]]:
+    """Return rows of 90th percentiles in the first and the last third, and what grows."""
+    rows, wrong, sums = dict[str, str](), list[str](), np.zeros((2, len(MEASURES)))
+    judged = {"all readers": sums}
     for item in load.running:
         reader, third = item.reader, len(item.measured) // 3
-        name, ends = f"reader {reader.number}, {reader.way}", None
         if reader.way != "killed" and (stderr := reader.path("err").read_text().strip()):
-            wrong.append(f"{name}, says on stderr: {stderr[-3000:]}")
+            wrong.append(f"reader {reader.number} says on stderr: {stderr[-3000:]}")
         if third >= ENOUGH:
             parts = (item.measured[:third], item.measured[-third:])
             columns = [zip(*part, strict=True) for part in parts]
-            ends = [[statistics.quantiles(c, n=10)[-1] for c in part] for part in columns]
+            ends = np.array([[statistics.quantiles(c, n=10)[-1] for c in part] for part in columns])
             sums += ends
-        rows.append((name, len(reader.epochs()), item.kills, ends, third >= MANY))
-    for name, own, killed, ends, is_judged in [*rows, ("all readers", epochs, kills, sums, True)]:
-        cells = "too few measurements"
-        if ends is not None:
-            cells = ""
-            for (measure, unit, width), before, after in zip(MEASURES, *ends, strict=True):
-                cell = f"{before / unit:.0f} {after / unit:.0f}"
-                cells += f"{cell:>{width}}"
-                if is_judged and after > (1 + FLAT) * before + 2:
-                    wrong.append(f"{name}: {measure} {cell}, that is not flat")
-        print(f"{name:<26}{own:>7}{killed:>6}{cells:>39}")
-    return wrong
+            judged |= {f"reader {reader.number}, {reader.way}": ends} if third >= MANY else {}
+    for name, (first, last) in judged.items():
+        for (measure, unit), before, after in zip(MEASURES.items(), first, last, strict=True):
+            row = f"{name}: {measure}, first and last third"
+            rows[row] = f"{before / unit:.0f}, {after / unit:.0f}"
+            if after > (1 + FLAT) * before + 2:
+                wrong.append(f"{row}: {rows[row]}, that is not flat")
+    return rows, wrong
 
 
 if __name__ == "__main__":
