@@ -124,8 +124,6 @@ OF_SHARDS = {"length too short", "a byte damaged", "range ignored"}  # not done 
 
 @dataclass
 class Faulty(Served):
-    """A server that draws a fault for some of the responses, and counts them."""
-
     rng: random.Random = field(default_factory=random.Random)
     counts: Counter[str] = field(default_factory=Counter)
 

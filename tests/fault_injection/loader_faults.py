@@ -409,7 +409,6 @@ def many(shared: Path) -> Trial:
             loader.close()
 
     def held_after(loaders: int, count: int, bits: random.Random) -> Counter[str]:
-        """Return what this process holds after so many loaders."""
         for number in range(loaders):
             use(number, count, bits)
         gc.collect()

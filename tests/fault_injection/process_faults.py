@@ -85,7 +85,6 @@ def inside(work: Callable[[], Any], kill: Kill | None = None) -> Ended:
 
 
 def outcome_of(work: Callable[[], Any], kill: Kill | None) -> Ended:
-    """Run the work in the child, and return its outcome."""
     heard = io.StringIO()
     try:
         if kill is not None and kill.at is not None:
@@ -130,7 +129,6 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living children of a process, and theirs."""
     children = list[int]()
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -205,8 +203,6 @@ def kill_at(number: int) -> None:
 
 
 def operations(work: Callable[[], Any]) -> int:
-    """Return the number of file operations of a piece of work."""
-
     def counted() -> int:
         seen = list[str]()
         count_operations(seen.append)
@@ -229,10 +225,13 @@ class Recording:
     versions: of a file, (state since which it has these bytes, bytes). flushed: (state, number).
     """
 
+    root: str
     trees: list[Entries] = field(default_factory=list)
     folders: set[int] = field(default_factory=set)
     versions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     flushed: list[tuple[int, int]] = field(default_factory=list)
+    known: dict[int, int] = field(default_factory=dict)  # number by inode
+    stamps: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def content(self, number: int, state: int) -> bytes:
         """Return the bytes of a file in a state; none before its first version."""
@@ -247,58 +246,50 @@ class Recording:
             most = max(most, 4096 * (len(self.trees[state]) + pages))
         return most
 
-
-class Recorder:
-    """Records the changes of a folder, in the process that makes them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.lock, self.made = str(root), threading.Lock(), Recording()
-        self.numbers, self.known = itertools.count(1), dict[int, int]()  # number by inode
-        self.stamps = dict[int, tuple[int, int, int]]()
-
-    def __call__(self, operation: str) -> None:
-        with self.lock:
-            self.look(operation)
-
     def look(self, operation: str) -> None:
-        made, state, tree, inodes = self.made, len(self.made.trees), Entries(), set[int]()
-        todo = [(0, self.root)]
+        """Record the state, in the process that changes it."""
+        state, tree, inodes, todo = len(self.trees), Entries(), set[int](), [(0, self.root)]
         for folder, path in todo:
             for entry in os.scandir(path):
                 status = entry.stat(follow_symlinks=False)
                 inodes.add(status.st_ino)
                 if status.st_ino not in self.known:
-                    self.known[status.st_ino] = next(self.numbers)
+                    self.known[status.st_ino] = len(self.folders) + len(self.stamps) + 1
                 number = tree[folder, entry.name] = self.known[status.st_ino]
                 if entry.is_dir(follow_symlinks=False):
-                    made.folders.add(number)
+                    self.folders.add(number)
                     todo.append((number, entry.path))
                     continue
                 stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_size)
                 # The clock of a file system is coarse, so a flush looks again.
                 if self.stamps.get(number) != stamp or operation.startswith("fsync"):
                     self.stamps[number], data = stamp, Path(entry.path).read_bytes()
-                    versions = made.versions.setdefault(number, [])
+                    versions = self.versions.setdefault(number, [])
                     if not versions or versions[-1][1] != data:
                         versions.append((state, data))
         if operation.startswith("fsync "):
             inode = int(operation.split()[1])
             is_root = inode == os.stat(self.root).st_ino
-            made.flushed.append((state, 0 if is_root else self.known.get(inode, -1)))
+            self.flushed.append((state, 0 if is_root else self.known.get(inode, -1)))
         self.known = {inode: n for inode, n in self.known.items() if inode in inodes}
-        made.trees.append(tree)
+        self.trees.append(tree)
 
 
 def recorded(work: Callable[[], Any], root: Path) -> Recording:
     """Return the changes of a folder during `work`, which writes to it in this process only."""
 
     def watched() -> Recording:
-        recorder = Recorder(root)
-        recorder("begin")
-        count_operations(recorder)
+        recording, lock = Recording(str(root)), threading.Lock()
+
+        def look(operation: str) -> None:
+            with lock:
+                recording.look(operation)
+
+        look("begin")
+        count_operations(look)
         work()
-        recorder("end")
-        return recorder.made
+        look("end")
+        return recording
 
     recording: Recording = inside(watched).need("done").value
     return recording
@@ -376,8 +367,6 @@ def mount(place: Path, options: str, flags: int = 0) -> None:
 
 
 def may_mount() -> bool:
-    """Return whether disks can be mounted here."""
-
     def attempt() -> None:
         own_mounts()
         mount(Path("/tmp"), "size=64k")

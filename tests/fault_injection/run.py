@@ -73,7 +73,6 @@ def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
 
 
 def kill_at(work: Work, shared: Path) -> Trial:
-    """SIGKILL before a random file operation of the work."""
     work.lay(shared / "counted")
     count = processes.operations(lambda: work.run(shared / "counted"))
     return killed(work, lambda bits: Kill(at=bits.randint(1, count)), deque())
@@ -102,7 +101,6 @@ def killed(work: Work, draw: Callable[[random.Random], Kill], seconds: deque[flo
 
 
 def cut(work: Work, shared: Path) -> Trial:
-    """Cut the power after a random file operation of the work."""
     work.lay(shared / "recorded")
     recording = recorded(lambda: work.run(shared / "recorded"), shared / "recorded")
 
@@ -236,7 +234,6 @@ def try_out(
 
 
 def serving(folder: Path) -> str:
-    """Return the address of a folder, served by another process."""
     receiving, sending = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:

@@ -93,8 +93,6 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """Parameters of a reader process, and its files."""
-
     number: int
     way: str
     url: str
@@ -125,7 +123,6 @@ class Reader:
         return messages
 
     def epochs(self) -> set[int]:
-        """Return the numbers of the epochs that were completed."""
         return {line["epoch"] for line in self.lines() if line.get("is_whole")}
 
 
@@ -224,7 +221,6 @@ class Running:
         self.process.start()
 
     def tree(self) -> list[int]:
-        """Return the process and its descendants."""
         pid = self.process.pid or 0
         return [pid, *descendants(pid)]
 
@@ -394,7 +390,6 @@ def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
 
 
 def report(load: Load) -> int:
-    """Print the findings; return 1 if there are any."""
     reported = [line for item in load.running for line in item.reader.lines()]
     passes = [line for line in reported if "begun" in line]
     texts = [str(line[w]).strip() for line in reported for w in ("wrong", "error") if w in line]

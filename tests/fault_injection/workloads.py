@@ -38,7 +38,6 @@ class Work:
         place.mkdir(parents=True)
 
     def run(self, place: Path) -> None:
-        """Do the work."""
         raise NotImplementedError
 
     def look(self, place: Path) -> None:
@@ -182,8 +181,6 @@ class Remembering(Work):
 
 
 class Filling(Work):
-    """An epoch over HTTP that fills a cache."""
-
     options: ClassVar[dict[str, Any]] = {"batch_size": 16, "shuffle_buffer": 40}
 
     def __init__(self, shared: Path, url: str) -> None:
@@ -194,7 +191,6 @@ class Filling(Work):
 
     @staticmethod
     def serve_from(folder: Path) -> None:
-        """Write the set that is served."""
         bits = random.Random(0)
         samples = (
             {"__key__": f"k{n:03d}", "bin": bits.randbytes(1500 + n), "cls": n % 3}
@@ -326,12 +322,10 @@ class Training(Work):
 
 
 def done(work: Callable[[], Any]) -> Any:
-    """Do work in a child that must complete it, and return its value."""
     return inside(work).need("done").value
 
 
 def converted(out: Path, *words: str) -> dict[str, bytes]:
-    """Convert by the command, and return the files."""
     done(lambda: typed("convert", *words, str(out)))
     return visible(out)
 
@@ -346,7 +340,6 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40) -> None:
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:
-    """Return all samples of an epoch, in order."""
     with closing(loader):
         batches = [(b["__key__"], b["bin"], b["cls"]) for b in loader.epoch(number)]
     return [item for columns in batches for item in zip(*columns, strict=True)]
@@ -369,7 +362,6 @@ def check_index(index: Index) -> None:
 
 
 def is_decided(out: Path) -> bool:
-    """Return whether a conversion is replacing the set in a folder."""
     return (out / ".unfinished" / "commit.json").exists()
 
 

@@ -53,7 +53,6 @@ class Column:
 
     @property
     def written(self) -> str:
-        """The name as a condition writes it."""
         is_word = self.name.isidentifier() and not iskeyword(self.name)
         return self.name if is_word else f"`{self.name}`"
 
@@ -76,15 +75,12 @@ class Part:
 
     @property
     def rows(self) -> list[int]:
-        """Numbers of the rows for which the condition is true."""
         return np.flatnonzero(self.values & ~self.missing).tolist()
 
     def apply(self, text: str, strength: int, function: Callable[[Any], Any]) -> Part:
-        """Return the function of the column of values."""
         return Part(text, strength, function(self.values), self.missing)
 
     def each(self, text: str, strength: int, function: Callable[[Any], Any]) -> Part:
-        """Return the function of each value."""
         return self.apply(text, strength, lambda values: values.map(function))
 
     def join(
@@ -110,14 +106,11 @@ def draw_columns(rng: random.Random, count: int) -> list[Column]:
 
 
 class Drawing:
-    """Draws conditions on some columns."""
-
     def __init__(self, rng: random.Random, columns: Sequence[Column]) -> None:
         self.rng, self.columns = rng, columns
         self.known = pd.Series([False] * len(columns[0].values))  # no row is missing
 
     def condition(self, depth: int = 3) -> Part:
-        """Return a condition of at most this depth."""
         kind = self.rng.choice(("and", "or", "not", "leaf")) if depth else "leaf"
         if kind == "leaf":
             leaves = (self.numbers, self.numbers, self.huge, self.texts, self.texts)
@@ -159,7 +152,6 @@ class Drawing:
         return column, part
 
     def named(self, column: Column) -> Part:
-        """Return a column by its name."""
         dtype, filler, _ = KINDS[column.kind]
         missing = pd.Series([value is None for value in column.values])
         values = [filler if value is None else value for value in column.values]
@@ -288,7 +280,6 @@ class Drawing:
         return part.apply(part.text, 6, lambda values: values != 0)
 
     def listed(self, part: Part, constants: Sequence[Any]) -> Part:
-        """A value in a list of constants."""
         word = self.rng.choice(("in", "in", "not in"))
         text = ", ".join(self.constant(constant).text for constant in constants)
         text = f"{part.inside(4)} {word} {self.rng.choice((f'[{text}]', f'({text})'))}"

@@ -47,7 +47,6 @@ class Sample:
 
     @property
     def kind(self) -> str:
-        """Name of the class."""
         return CLASSES[self.label]
 
 
@@ -134,7 +133,6 @@ def write(data: DataSet, folder: Path, rng: random.Random) -> list[Path]:
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Append one member."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -14,7 +14,6 @@ UNITS = 65536  # shares are multiples of 1/UNITS
 
 
 def shares_of(weights: Mapping[str, int]) -> dict[str, Fraction]:
-    """Return the share of each source."""
     total = sum(weights.values())
     edges = [round(Fraction(UNITS * edge, total)) for edge in accumulate(weights.values())]
     parts = [Fraction(high - low, UNITS) for low, high in pairwise([0, *edges])]

@@ -73,7 +73,6 @@ class Choice:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch."""
         return self.weighting.total if self.weighting else len(self.data.samples)
 
 
@@ -142,7 +141,6 @@ def choose_where(
 
 
 def choose_sample(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
-    """Choose a random share or number of samples."""
     amount = rng.choice((0.25, 0.5, 1.0, rng.randrange(1, len(index) + 1)))
     wanted, seed = amount if isinstance(amount, int) else amount * len(index), rng.randrange(3)
     if wanted < 0.5:

@@ -72,13 +72,11 @@ class Source:
 
 
 def draw_source(rng: random.Random, folder: Path) -> Source:
-    """Return a source of a random kind below `folder`."""
     folder.mkdir(parents=True)
     return rng.choice((draw_folder, draw_table, draw_arrays, draw_iterable, draw_tars))(rng, folder)
 
 
 def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
-    """Return an image with unique bytes."""
     pixels = np.frombuffer(rng.randbytes(7 * 5 * 3), np.uint8).reshape(7, 5, 3)
     return encoded(Image.fromarray(pixels), form, quality=95)
 

@@ -44,7 +44,6 @@ class Case:
         return batches
 
     def resume(self, state: dict[str, Any], rank: int = 0, **more: Any) -> Epoch:
-        """Return the rest of an epoch."""
         with self.loader(rank, **more) as loader:
             loader.load_state_dict(state)
             return [batch["n"].int().tolist() for batch in loader]

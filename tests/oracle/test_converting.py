@@ -91,7 +91,6 @@ class Case:
         return self.source.convert(str(self.folder / name), **self.options | more)
 
     def contents(self, name: str = "out") -> dict[str, bytes]:
-        """Return the bytes of the shards and the index, by name."""
         folder = self.folder / name
         return {
             path.name: path.read_bytes() for path in [*folder.glob("*.tar"), folder / "index.json"]
@@ -197,7 +196,6 @@ def packed(source: Source, options: dict[str, Any]) -> int:
 
 
 def groups_of(source: Source) -> dict[str, Counter[str]]:
-    """Return the number of samples of each class, by group."""
     groups = dict[str, Counter[str]]()
     for item in source.items:
         name = str(item.labels[source.classes]) if source.classes else ""
@@ -210,7 +208,6 @@ def split_of(path: Path) -> str:
 
 
 def keys_and_splits(out: Path) -> dict[str, str]:
-    """Return the split of each key of a set."""
     return {key: split_of(path) for path, key, _ in read_tars(sorted(out.glob("*.tar")))}
 
 
@@ -317,7 +314,6 @@ def check_kill(case: Case) -> None:
 
 
 def check_jobs(case: Case) -> None:
-    """Check that two processes write the same bytes as one."""
     case.convert("jobs", num_workers=2)
     assert case.contents("jobs") == case.contents()
 

@@ -44,7 +44,6 @@ Orders = list[list[list[int]]]  # sample numbers by rank, step and row
 def test_a_random_set_is_delivered_once_with_the_values_of_the_model(
     seed: int, tmp_path: Path
 ) -> None:
-    """This holds for any workers and ranks."""
     check_case(seed, tmp_path)
 
 
@@ -110,12 +109,10 @@ class Case:
 
     @property
     def folder(self) -> Path:
-        """The folder of the shards."""
         return self.paths[0].parent
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return int(self.options["world_size"])
 
     @property
@@ -128,7 +125,6 @@ class Case:
         return int(self.options["batch_size"]) * self.world_size
 
     def draw_rank(self) -> int:
-        """Return the number of a rank."""
         return self.rng.randrange(self.world_size)
 
     def loader(self, rank: int, source: Any = None, **more: Any) -> wt.Loader:
@@ -137,7 +133,6 @@ class Case:
         return wt.Loader(self.source if source is None else source, **named)
 
     def read(self, rank: int, source: Any = None, **more: Any) -> Batches:
-        """Return all batches of the epoch on one rank."""
         with self.loader(rank, source, **more) as loader:
             batches: Batches = list(loader.epoch(self.epoch))
             assert len(batches) == len(loader), "len() is not the number of batches"
@@ -151,7 +146,6 @@ class Case:
         return before, json.loads(json.dumps(loader.state_dict()))
 
     def compare(self, batches: Batches) -> None:
-        """Assert that every row holds the values of the model."""
         for batch in batches:
             compare(self.view, batch, self.data)
 
@@ -163,7 +157,6 @@ class Case:
 
 
 def numbers(batches: Batches) -> list[list[int]]:
-    """Return the numbers of the samples by step and row."""
     return [rows(batch) for batch in batches]
 
 
@@ -194,7 +187,6 @@ def check_of(seed: int, kinds: tuple[str, ...]) -> Callable[[Case], None]:
 
 
 def check_case(seed: int, folder: Path) -> None:
-    """Compare one random case with the model, and check one more property of it."""
     case, kinds = draw_case(seed, folder)
     case.orders = check_epoch(case, case.source)
     check_of(seed, kinds)(case)
@@ -269,7 +261,6 @@ def check_epoch(case: Case, source: Any) -> Orders:
 
 
 def check_workers(case: Case) -> None:
-    """Worker processes deliver the same batches in the same order as threads."""
     rank, workers = case.draw_rank(), case.rng.choice((1, 2))
     method = case.rng.choice(("fork", "fork", "fork", "spawn", "forkserver"))
     batches = case.read(rank, num_workers=workers, multiprocessing_context=method)
@@ -277,7 +268,6 @@ def check_workers(case: Case) -> None:
 
 
 def pickled(loader: wt.Loader) -> wt.Loader:
-    """Return a copy, as another process gets it."""
     received: wt.Loader = pickle.loads(pickle.dumps(loader))
     return received
 

@@ -30,13 +30,11 @@ DECODED = {
 
 
 def example(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's transform."""
     number, angle = int(sample["number"]), json.loads(sample["json"])["angle"]
     return {"number": number, "sum": zlib.crc32(sample["png"]), "angle": angle}
 
 
 def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """A user's transform with random numbers."""
     return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
 
 
@@ -88,7 +86,6 @@ def drawn(batch: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(view: str, batch: Mapping[str, Any], data: DataSet) -> None:
-    """Assert that every row holds the values of its sample in the model."""
     by_number = data.by_number()
     for row, number in enumerate(rows(batch)):
         sample = by_number[number]
