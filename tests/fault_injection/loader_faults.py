@@ -7,7 +7,6 @@ and otherwise returns the outcome in a word.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
@@ -16,7 +15,6 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -238,17 +236,19 @@ def overwrite(victim: Path, data: bytes) -> None:
         file.write(data)
 
 
+def beside(shard: Path) -> Path:
+    return min(path for path in shard.parent.glob("*.tar") if path != shard)
+
+
 # What is done to a shard. Arguments: the shard, other bytes of its length, a random generator.
 CHANGES: dict[str, Callable[[Path, bytes, random.Random], object]] = {
-    "same size": lambda victim, other, bits: replace(victim, other),
-    "other size": lambda victim, other, bits: replace(victim, other + bytes(1024)),
-    "kept time": lambda victim, other, bits: replace(victim, other, keep_time=True),
-    "deleted": lambda victim, other, bits: victim.unlink(),
-    "cut": lambda victim, other, bits: os.truncate(victim, bits.randrange(len(other))),
-    "written over": lambda victim, other, bits: overwrite(victim, other),
-    "another shard": lambda victim, other, bits: replace(
-        victim, min(set(victim.parent.glob("*.tar")) - {victim}).read_bytes()
-    ),
+    "same size": lambda shard, other, bits: replace(shard, other),
+    "other size": lambda shard, other, bits: replace(shard, other + bytes(1024)),
+    "kept time": lambda shard, other, bits: replace(shard, other, keep_time=True),
+    "deleted": lambda shard, other, bits: shard.unlink(),
+    "cut": lambda shard, other, bits: os.truncate(shard, bits.randrange(len(other))),
+    "written over": lambda shard, other, bits: overwrite(shard, other),
+    "another shard": lambda shard, other, bits: replace(shard, beside(shard).read_bytes()),
 }
 KINDS = {name: "part-{000..005}.tar" for name in ("walked", "indexed")}
 KINDS |= {name: "train-{000000..000005}.tar" for name in ("packed", "arrays")}
@@ -390,43 +390,5 @@ def together(shared: Path, url: str) -> Trial:
         for step in (work.look, work.end):
             done(partial(step, place))
         return f"{kind} {outcomes.count('done')}"
-
-    return trial
-
-
-def many(shared: Path) -> Trial:
-    """Open and close 200 loaders: descriptors, threads, processes and memory do not grow."""
-    foreign(shared / "set", 2, 60)
-
-    def use(number: int, count: int, bits: random.Random) -> None:
-        fields = {"bin": Bytes(), "label": wt.label("cls")}
-        loader = wt.Loader(shared / "set", fields, batch_size=8, num_workers=count)
-        stop = bits.choice([1, 3, len(loader) + 1])
-        for step, _ in enumerate(loader):
-            if step + 1 == stop:
-                break
-        if number % 3 or count:
-            loader.close()
-
-    def held_after(loaders: int, count: int, bits: random.Random) -> Counter[str]:
-        for number in range(loaders):
-            use(number, count, bits)
-        gc.collect()
-        own, children = Path("/proc/self"), multiprocessing.active_children
-        end = time.monotonic() + 5  # threads of forgotten loaders end by themselves, not at once
-        while time.monotonic() < end and (children() or len(os.listdir(own / "task")) > 1):
-            time.sleep(0.01)
-        names = [n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "psm_", "sem."))]
-        memory = int((own / "status").read_text().partition("RssAnon:")[2].split()[0]) // 1024
-        counts = {name: len(os.listdir(own / name)) for name in ("fd", "task")}
-        return Counter(**counts, processes=len(children()), named=len(names), memory=memory)
-
-    def trial(place: Path, bits: random.Random) -> str:
-        count = bits.choice([0, 2])
-        before, after = done(lambda: [held_after(number, count, bits) for number in (20, 200)])
-        allowed = Counter(before, memory=before["memory"] + 24)
-        if any(after[name] > allowed[name] for name in before):
-            raise WrongOutcome(f"before {dict(before)}, after {dict(after)}")
-        return f"{count} workers"
 
     return trial

@@ -37,11 +37,9 @@ import signal
 import statistics
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -398,11 +396,6 @@ def report(load: Load) -> int:
     total = {name: sum(line[name] for line in passes) for name in COSTS}
     epochs, kills = sum(line["is_whole"] for line in passes), sum(i.kills for i in load.running)
     faults = {name: load.counts.get(name, 0) for name in (*FAULTS, *RARE)}
-    warned = Counter(
-        re.sub(r"\S*\d\S*", "...", line["warned"].splitlines()[0])
-        for line in reported
-        if "warned" in line
-    )
     served = f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}"
     minutes = (load.ended - load.begun) / 60
     print(f"{len(load.running)} readers x {load.workers} workers, {minutes:.1f} minutes")
@@ -417,7 +410,7 @@ def report(load: Load) -> int:
         "faults": sum(faults.values()),
         **{f"    {name}": faults[name] for name in sorted(faults, key=lambda n: -faults[n])},
         "retries told by the readers, samples read again": f"{total['retries']}, {total['reread']}",
-        "warnings of the readers": warned.total(),
+        "warnings of the readers": sum("warned" in line for line in reported),
         "most bytes in the cache, its limit": f"{load.cache_most}, {load.limit}",
         **grown,
     }.items():
@@ -429,8 +422,6 @@ def report(load: Load) -> int:
     if not epochs or not sum(faults.values()):
         wrong.append("nothing was put to the test")
     wrong = list(dict.fromkeys(wrong + growing))
-    for text, count in warned.most_common():
-        print(f"\n{textwrap.fill(f'{count} x {text}', 80)}")
     print(f"\n{'exact, and flat' if not wrong else f'{len(wrong)} THINGS ARE WRONG'}")
     print(*(f"    {text}" for text in wrong), sep="\n")
     return int(bool(wrong))
