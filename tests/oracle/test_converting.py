@@ -107,7 +107,7 @@ class Case:
         if self.stratify == "nothing":
             return "no such label of classes"
         if self.is_grouped and not self.split:
-            return "group(_by)? (needs|requires) .*split" if self.has_groups else None
+            return "group(_by)?=? (needs|requires) .*split" if self.has_groups else None
         if not self.split:
             return None
         empty = "|".join(set(self.split) - set(self.expected_splits().values()))
