@@ -89,16 +89,11 @@ def write_tar(path: Path, samples: list[Sample]) -> Path:
 
 
 def write_shards(folder: Path, counts: list[int]) -> Path:
-    """Write shards of text samples: sample i has the key s00000i, and its number as `cls` and
-    `txt`.
-    """
-    number = 0
+    """Write shards of text samples: sample i has the key s00000i, its number as `cls` and `txt`."""
+    numbers = itertools.count()
     for shard, count in enumerate(counts):
-        samples: list[Sample] = []
-        for _ in range(count):
-            text = str(number).encode()
-            samples.append((f"s{number:06d}", {"cls": text, "txt": b"sample " + text}))
-            number += 1
+        texts = [b"%d" % n for n in itertools.islice(numbers, count)]
+        samples = [(f"s{int(t):06d}", {"cls": t, "txt": b"sample " + t}) for t in texts]
         write_tar(folder / f"part-{shard:03d}.tar", samples)
     return folder
 
@@ -110,13 +105,10 @@ def write_picture_shards(folder: Path, counts: list[int], bad: Collection[int] =
     """
     numbers = itertools.count()
     for shard, count in enumerate(counts):
-        samples: list[Sample] = [
-            (
-                f"s{n:03d}",
-                {"png": b"no picture" if n in bad else picture(n), "cls": b"%d" % (n % 10)},
-            )
-            for n in itertools.islice(numbers, count)
-        ]
+        samples = list[Sample]()
+        for n in itertools.islice(numbers, count):
+            data = b"no picture" if n in bad else picture(n)
+            samples.append((f"s{n:03d}", {"png": data, "cls": b"%d" % (n % 10)}))
         write_tar(folder / f"p-{shard}.tar", samples)
     return folder
 
@@ -128,14 +120,12 @@ def keys_of(batches: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png") -> Path:
     """Write <folder>/<class>/<n>.png."""
-    number = 0
+    numbers, form = itertools.count(), "JPEG" if kind == "jpg" else "PNG"
     for name, count in classes.items():
         (folder / name).mkdir(parents=True)
-        for _ in range(count):
-            (folder / name / f"{number:03d}.{kind}").write_bytes(
-                picture(number, kind="JPEG" if kind == "jpg" else "PNG")
-            )
-            number += 1
+        for number in itertools.islice(numbers, count):
+            data = picture(number, kind=form)
+            (folder / name / f"{number:03d}.{kind}").write_bytes(data)
     return folder
 
 
@@ -166,10 +156,8 @@ def pytest_collection_finish() -> None:
 def quick_and_slow(values: Iterable[Any], quick: int) -> list[Any]:
     """Return parameters: the first `quick` run in the default suite, the others are slow."""
     listed = list(values)
-    return listed[:quick] + [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-        for value in listed[quick:]
-    ]
+    slow = [value if isinstance(value, tuple) else (value,) for value in listed[quick:]]
+    return listed[:quick] + [pytest.param(*value, marks=pytest.mark.slow) for value in slow]
 
 
 def flags(options: dict[str, Any]) -> list[str]:
@@ -224,9 +212,7 @@ def no_leftovers() -> Iterator[None]:
 
 def live_threads_and_children() -> list[str]:
     """Return the names of live threads of the package and of child processes."""
-    threads = [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain")
-    ]
+    threads = [item.name for item in threading.enumerate() if item.name.startswith("wdstrain")]
     return threads + [str(child) for child in multiprocessing.active_children()]
 
 
@@ -237,16 +223,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def read_with_webdataset(paths: list[Path]) -> list[Sample]:
     """Return all samples of shards by webdataset, whose files the garbage collector closes."""
+    samples = list[Sample]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        samples = [
-            (
-                sample["__key__"],
-                {name: data for name, data in sample.items() if not name.startswith("__")},
-            )
-            for path in paths
-            for sample in webdataset.WebDataset(str(path), shardshuffle=False)
-        ]
+        for path in paths:
+            for sample in webdataset.WebDataset(str(path), shardshuffle=False):
+                fields = {name: data for name, data in sample.items() if name[:2] != "__"}
+                samples.append((sample["__key__"], fields))
         gc.collect()
     return samples
 
@@ -256,11 +239,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
     yield folder

@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import randrange
 from typing import Any
 
 from tests.support.servers import (
@@ -30,44 +32,18 @@ from wdstrain.runtime.workers import set_up_worker
 
 LARGE = 256 << 10  # bytes of an answer that may be damaged, at least
 OFTEN, SELDOM = 0.16, 0.004  # share of the answers with one of the faults below
-_HUNG = 24.0  # seconds without a byte: longer than our readers wait
+HUNG = 24.0  # seconds without a byte: longer than our readers wait
 
 
-def _busy(handler: Handler, path: Path, start: int, stop: int) -> bool:
+def busy() -> Fault:
     after = random.choice(["0", "1", formatdate(time.time() + 1, usegmt=True)])
-    code = random.choice([503, 429, 500])
-    return status(code, b"busy", Retry_After=after)(handler, path, start, stop)
+    return status(random.choice([503, 429, 500]), b"busy", Retry_After=after)
 
 
-def _cut_in_body(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    after = random.randrange(stop - start)
-    return cut(after, reset=random.random() < 0.5)(handler, path, start, stop)
+def without_head(data: bytes) -> Fault:
+    """Send these bytes in place of an answer."""
 
-
-def _cut_in_head(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    after, reset = random.randrange(1, 90), random.random() < 0.5
-    return end_in_headers(after, reset=reset)(handler, path, start, stop)
-
-
-def _no_answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    handler.drop(reset=False)
-    return True
-
-
-def _nonsense(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    handler.wfile.write(random.randbytes(100))
-    return _no_answer(handler, path, start, stop)
-
-
-def _chunked(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    return in_chunks(random.randrange(1000, 100_000))(handler, path, start, stop)
-
-
-def _of_wrong_length(sign: int) -> Fault:
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        wrong = stop + sign * random.randrange(1, stop - start)
-        data = path.read_bytes()[start:stop]
-        handler.begin(path, start, wrong)
         handler.wfile.write(data)
         handler.drop(reset=False)
         return True
@@ -75,68 +51,79 @@ def _of_wrong_length(sign: int) -> Fault:
     return fault
 
 
-def _late(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    time.sleep(random.uniform(0.05, 1.0))
-    return False
-
-
-def _pausing(least: float, most: float) -> Fault:
+def of_wrong_length(more: int) -> Fault:
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        data, at = handler.begin(path, start, stop), random.randrange(stop - start)
-        handler.wfile.write(data[:at])
-        time.sleep(random.uniform(least, most))
-        handler.wfile.write(data[at:])
+        handler.begin(path, start, stop + more)
+        handler.wfile.write(path.read_bytes()[start:stop])
+        handler.drop(reset=False)
         return True
 
     return fault
 
 
-def _trickling(handler: Handler, path: Path, start: int, stop: int) -> bool:
-    data = handler.begin(path, start, stop)
-    for place in range(min(100, len(data))):
-        handler.wfile.write(data[place : place + 1])
-        time.sleep(0.005)
-    handler.wfile.write(data[100:])
-    return True
+def late(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    time.sleep(random.uniform(0.05, 1.0))
+    return False
 
 
-def _damaged(handler: Handler, path: Path, start: int, stop: int) -> bool:
+def pausing(places: Iterable[int], seconds: float) -> Fault:
+    """Pause at each of these places of the body."""
+
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data, sent = handler.begin(path, start, stop), 0
+        for place in places:
+            handler.wfile.write(data[sent:place])
+            sent = place
+            time.sleep(seconds)
+        handler.wfile.write(data[sent:])
+        return True
+
+    return fault
+
+
+def damaged(handler: Handler, path: Path, start: int, stop: int) -> bool:
     if stop - start < LARGE:
         return False
     data = bytearray(handler.begin(path, start, stop))
-    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    data[randrange(len(data))] ^= 1 << randrange(8)
     handler.wfile.write(data)
     return True
 
 
-def _range_ignored(handler: Handler, path: Path, start: int, stop: int) -> bool:
+def range_ignored(handler: Handler, path: Path, start: int, stop: int) -> bool:
     handler.answer(200, path.read_bytes(), {})
     return True
 
 
-FAULTS: dict[str, Fault] = {
-    "cut off or reset in the body": _cut_in_body,
-    "cut off or reset in the head": _cut_in_head,
-    "no answer": _no_answer,
-    "nonsense for a head": _nonsense,
-    "late": _late,
-    "stalls for a while": _pausing(0.1, 1.5),
-    "trickles": _trickling,
-    "in chunks": _chunked,
-    "busy: 503, 429, 500": _busy,
-    "length too long": _of_wrong_length(1),
-    "length too short": _of_wrong_length(-1),
-    "a byte damaged": _damaged,
+def is_reset() -> bool:
+    return random.random() < 0.5
+
+
+# Each draws a fault of a response with this many bytes.
+FAULTS: dict[str, Callable[[int], Fault]] = {
+    "cut off or reset in the body": lambda size: cut(randrange(size), reset=is_reset()),
+    "cut off or reset in the head": lambda _: end_in_headers(randrange(1, 90), reset=is_reset()),
+    "no answer": lambda _: without_head(b""),
+    "nonsense for a head": lambda _: without_head(random.randbytes(100)),
+    "late": lambda _: late,
+    "stalls for a while": lambda size: pausing([randrange(size)], random.uniform(0.1, 1.5)),
+    "trickles": lambda size: pausing(range(1, min(100, size) + 1), 0.005),
+    "in chunks": lambda _: in_chunks(randrange(1000, 100_000)),
+    "busy: 503, 429, 500": lambda _: busy(),
+    "length too long": lambda size: of_wrong_length(randrange(1, size)),
+    "length too short": lambda size: of_wrong_length(-randrange(1, size)),
+    "a byte damaged": lambda _: damaged,
 }
-# What slows a reader down for long.
-RARE: dict[str, Fault] = {"range ignored": _range_ignored, "hangs": _pausing(_HUNG, _HUNG)}
-_OF_SHARDS = {"length too short", "a byte damaged", "range ignored"}  # what is not done to an index
+# What slows a reader down for long
+RARE: dict[str, Callable[[int], Fault]] = {
+    "range ignored": lambda _: range_ignored,
+    "hangs": lambda size: pausing([randrange(size)], HUNG),
+}
+OF_SHARDS = {"length too short", "a byte damaged", "range ignored"}  # not done to an index
 
 
 @dataclass
 class Faulty(Served):
-    """A server that draws a fault for some of the responses, and counts them."""
-
     rng: random.Random = field(default_factory=random.Random)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -147,14 +134,12 @@ class Faulty(Served):
         """Answer with a random fault; return False if the response is to be right."""
         with self.lock:
             draw = self.rng.random()
-            drawn = RARE if draw < SELDOM else FAULTS if draw < SELDOM + OFTEN else {}
-            name = self.rng.choice([*drawn, ""] if not drawn else [*drawn])
-            if path.suffix != ".tar" and name in _OF_SHARDS:
+            faults = RARE if draw < SELDOM else FAULTS if draw < SELDOM + OFTEN else {}
+            name = self.rng.choice([*faults] or [""])
+            if path.suffix != ".tar" and name in OF_SHARDS:
                 name = ""
-            self.counts["requests"] += 1
-            self.counts["bytes"] += stop - start
-            self.counts[name] += 1
-        return bool(name) and drawn[name](handler, path, start, stop)
+            self.counts.update({"requests": 1, "bytes": stop - start, name: 1})
+        return bool(name) and faults[name](stop - start)(handler, path, start, stop)
 
 
 def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:

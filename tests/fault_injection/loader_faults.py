@@ -1,13 +1,12 @@
 """Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several at once.
 
 Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and
-a random generator and causes the real fault. It raises WrongOutcome if the loader did not survive, and
-otherwise returns the outcome in a word.
+a random generator and causes the real fault. It raises WrongOutcome if the loader did not survive,
+and otherwise returns the outcome in a word.
 """
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
@@ -16,9 +15,8 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,15 @@ import numpy as np
 import torch
 
 import wdstrain as wt
-from tests.fault_injection.process_faults import Kill, WrongOutcome, inside, typed
+from tests.conftest import flags
+from tests.fault_injection.process_faults import Kill, WrongOutcome, inside, kill_all, typed
 from tests.fault_injection.workloads import (
     Converting,
     Filling,
     Remembering,
     Training,
     Work,
+    done,
     epoch,
     foreign,
 )
@@ -50,15 +50,15 @@ class Bytes:
     names, example = ("bin",), None
 
     def __init__(self, at: bytes = b"", how: str = "") -> None:
-        self._at, self._how = at, how
+        self.at, self.how = at, how
 
     def read(self, name: str, data: Any, out: Any, draws: Any) -> bytes:
         content = bytes(data)
-        if not self._how or self._at not in content:
+        if not self.how or self.at not in content:
             return content
-        if self._how == "killed":
+        if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._how == "limit":  # of addresses, as a container's memory is one
+        if self.how == "limit":  # of addresses, as a container's memory is one
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
@@ -72,85 +72,80 @@ class Bytes:
 def workers(shared: Path) -> Trial:
     """Kill a decoder's worker, or fail its allocation; a new loader resumes from the state."""
     foreign(shared / "set")
-    expected = inside(lambda: _read(shared, 0, Bytes())).need("done").value[0]
+
+    def read(
+        count: int, field: Bytes, state: dict[str, Any] | None = None
+    ) -> tuple[list[Any], str, dict[str, Any]]:
+        """Return (delivered samples, text of the error, state at the end)."""
+        fields = {"bin": field, "label": wt.label("cls")}
+        options: dict[str, Any] = {"batch_size": 8, "shuffle_buffer": 30, "num_workers": count}
+        options["multiprocessing_context"] = "fork" if count else None
+        loader = wt.Loader(shared / "set", fields, **options)
+        delivered, now = list[Any](), loader.state_dict()
+        if state is not None:
+            loader.load_state_dict(state)
+        try:
+            with closing(loader):
+                for batch in loader:
+                    labels = batch["label"].tolist()
+                    delivered += zip(batch["__key__"], batch["bin"], labels, strict=True)
+                    now = loader.state_dict()
+        except WdstrainError as error:
+            return delivered, str(error), now
+        except RuntimeError as error:  # torch's own, in the loop's own code: a signal tells it
+            if "DataLoader worker" not in str(error):
+                raise
+            return delivered, "worker process of the loader died", now
+        return delivered, "", now
+
+    expected = done(lambda: read(0, Bytes()))[0]
 
     def trial(place: Path, bits: random.Random) -> str:
         how = bits.choice(["killed", "killed", "limit", "raised"])
         count = 0 if how == "raised" and bits.random() < 0.5 else bits.choice([1, 2])
         field = Bytes(b"%06d" % bits.randrange(120), how)
-        delivered, text, state = inside(lambda: _read(shared, count, field)).need("done").value
+        delivered, text, state = done(lambda: read(count, field))
         if delivered != expected[: len(delivered)]:
             raise WrongOutcome("other samples came before the fault")
-        words = ["worker process of the loader died"]
-        if how != "killed":
-            words = ["no memory", "nable to allocate", "cannot allocate"]
+        words = ["no memory", "nable to allocate", "cannot allocate"]
+        if how == "killed":
+            words = ["worker process of the loader died"]
         if not any(word in text for word in words) or "\n" in text:
             raise WrongOutcome(f"{how}: the error text is {text!r}")
-        rest = inside(lambda: _read(shared, count, Bytes(), state)).need("done").value[0]
-        if delivered + rest != expected:
+        if delivered + done(lambda: read(count, Bytes(), state))[0] != expected:
             raise WrongOutcome("a new loader does not go on where the old one was")
         return how
 
     return trial
 
 
-def _read(
-    shared: Path, count: int, field: Bytes, state: dict[str, Any] | None = None
-) -> tuple[list[Any], str, dict[str, Any]]:
-    """Return (delivered samples, text of the error, state at the end)."""
-    fields = {"bin": field, "label": wt.label("cls")}
-    options: dict[str, Any] = {"batch_size": 8, "shuffle_buffer": 30, "num_workers": count}
-    options["multiprocessing_context"] = "fork" if count else None
-    loader = wt.Loader(shared / "set", fields, **options)
-    delivered, now = list[Any](), loader.state_dict()
-    if state is not None:
-        loader.load_state_dict(state)
-    try:
-        with closing(loader):
-            for batch in loader:
-                labels = batch["label"].tolist()
-                delivered += zip(batch["__key__"], batch["bin"], labels, strict=True)
-                now = loader.state_dict()
-    except WdstrainError as error:
-        return delivered, str(error), now
-    except RuntimeError as error:  # torch's own, in the loop's own code: a signal tells it
-        if "DataLoader worker" not in str(error):
-            raise
-        text = f"a worker process of the loader died: {str(error).splitlines()[0]}"
-        return delivered, text, now
-    return delivered, "", now
-
-
 def jobs(shared: Path) -> Trial:
     """Kill a process that writes shards; --resume completes the set."""
-    work = Converting(shared, jobs=2)
-    started = time.monotonic()
-    inside(lambda: work.run(shared / "once")).need("done")
+    work, started = Converting(shared, jobs=2), time.monotonic()
+    done(lambda: work.run(shared / "once"))
     seconds = time.monotonic() - started
-    return lambda place, bits: _child_killed(
-        work, place, partial(work.run, place), "was killed", bits.uniform(0.2, 0.9) * seconds
-    )
+
+    def trial(place: Path, bits: random.Random) -> str:
+        after = bits.uniform(0.2, 0.9) * seconds
+        return child_killed(work, place, partial(work.run, place), "was killed", after)
+
+    return trial
 
 
 def training_workers(shared: Path) -> Trial:
     """Kill a worker of `wdstrain train`: one error line, and --resume ends in the same weights."""
     work = Training(shared)
-    options = ["train", str(shared / "set"), "--num-workers", "2"]
-    for name, value in work.options.items():
-        options += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    words = ["train", str(shared / "set"), "--num-workers", "2", *flags(work.options)]
 
     def trial(place: Path, bits: random.Random) -> str:
-        run = partial(typed, *options, "--out", str(place / "run"))
-        return _child_killed(work, place, run, "worker", bits.uniform(0.0, 0.3))
+        run = partial(typed, *words, "--out", str(place / "run"))
+        return child_killed(work, place, run, "worker", bits.uniform(0.0, 0.3))
 
     return trial
 
 
-def _child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, after: float) -> str:
-    """Kill a child of the work, some seconds after its begin or after the first child's.
-
-    word: of its error.
-    """
+def child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, after: float) -> str:
+    """Kill a child of the work, some seconds after its first child began. word: of its error."""
     work.lay(place)
 
     def killing() -> bool:
@@ -161,10 +156,8 @@ def _child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, af
                 pass
             over.wait(after)
             while not hit and not over.wait(0.001):
-                for child in multiprocessing.active_children()[:1]:
-                    with suppress(ProcessLookupError):  # it has just ended by itself
-                        os.kill(child.pid or 0, signal.SIGKILL)
-                        hit.append(child.pid or 0)
+                hit.extend(child.pid or 0 for child in multiprocessing.active_children()[:1])
+                kill_all(hit)
 
         killer = threading.Thread(target=kill)
         killer.start()
@@ -179,7 +172,7 @@ def _child_killed(work: Work, place: Path, run: Callable[[], Any], word: str, af
     if ended.how == "told" and word not in ended.said:
         raise WrongOutcome(f"the error was another one: {ended.said}")
     for step in (work.look, work.again, work.end):
-        inside(partial(step, place)).need("done")
+        done(partial(step, place))
     return "told" if ended.how == "told" else "not missed" if ended.value else "too late"
 
 
@@ -192,7 +185,7 @@ def clocks(shared: Path, url: str) -> Trial:
     far = 10 * 365 * 86400
 
     def trial(place: Path, bits: random.Random) -> str:
-        def worked(work: Work) -> None:
+        def work_by_another_clock(work: Work) -> None:
             real = time.time
             time.time = lambda: real() + bits.uniform(-far, far)
             work.run(place)
@@ -207,46 +200,58 @@ def clocks(shared: Path, url: str) -> Trial:
             work.lay(place)
             for _ in range(2):
                 if bits.random() < 0.5:  # and somebody is killed on the way
-                    inside(partial(worked, work), Kill(after=bits.uniform(0, 0.15)))
+                    inside(partial(work_by_another_clock, work), Kill(after=bits.uniform(0, 0.15)))
                     age()
-                inside(partial(worked, work)).need("done")
-                inside(partial(work.end, place)).need("done")
+                done(partial(work_by_another_clock, work))
+                done(partial(work.end, place))
                 age()
-                inside(partial(worked, work)).need("done")
-        _turn_back(place / "set" / "part-001.tar")
-
-        def read() -> bytes:
-            loader = wt.Loader(place / "set", batch_size=8, shuffle=False)
-            return {key: data for key, data, _ in epoch(loader)}["s000040"]
-
-        if not inside(read).need("done").value.startswith(b"change"):
+                done(partial(work_by_another_clock, work))
+        # A shard is replaced by one of equal size while the clock shows the old time.
+        shard = place / "set" / "part-001.tar"
+        data = bytearray(shard.read_bytes())
+        data[512:518] = b"change"  # in the first sample
+        replace(shard, bytes(data), keep_time=True)
+        samples = done(lambda: epoch(wt.Loader(place / "set", batch_size=8, shuffle=False)))
+        if not {key: data for key, data, _ in samples}["s000040"].startswith(b"change"):
             raise WrongOutcome("the old bytes came")
         return "right"
 
     return trial
 
 
-def _turn_back(shard: Path) -> None:
-    """Replace a shard by one of equal size while the clock shows the old time."""
-    was, data, new = os.stat(shard), bytearray(shard.read_bytes()), shard.with_name(".new")
-    data[512:518] = b"change"  # in the first sample
+def replace(path: Path, data: bytes, *, keep_time: bool = False) -> None:
+    """Replace a file, and its time if it is not kept, as cp -p and rsync -t keep it."""
+    was, new = os.stat(path), path.with_name(".new")
     new.write_bytes(data)
-    os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
-    os.replace(new, shard)
+    if keep_time:
+        os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
+    os.replace(new, path)
 
 
 # --- shards that change ---
 
-KINDS = ("walked", "indexed", "packed", "arrays")
-CHANGES = [
-    "same size",
-    "other size",
-    "kept time",
-    "deleted",
-    "cut",
-    "written over",
-    "another shard",
-]
+
+def overwrite(victim: Path, data: bytes) -> None:
+    with open(victim, "r+b") as file:
+        file.write(data)
+
+
+def beside(shard: Path) -> Path:
+    return min(path for path in shard.parent.glob("*.tar") if path != shard)
+
+
+# What is done to a shard. Arguments: the shard, other bytes of its length, a random generator.
+CHANGES: dict[str, Callable[[Path, bytes, random.Random], object]] = {
+    "same size": lambda shard, other, bits: replace(shard, other),
+    "other size": lambda shard, other, bits: replace(shard, other + bytes(1024)),
+    "kept time": lambda shard, other, bits: replace(shard, other, keep_time=True),
+    "deleted": lambda shard, other, bits: shard.unlink(),
+    "cut": lambda shard, other, bits: os.truncate(shard, bits.randrange(len(other))),
+    "written over": lambda shard, other, bits: overwrite(shard, other),
+    "another shard": lambda shard, other, bits: replace(shard, beside(shard).read_bytes()),
+}
+KINDS = {name: "part-{000..005}.tar" for name in ("walked", "indexed")}
+KINDS |= {name: "train-{000000..000005}.tar" for name in ("packed", "arrays")}
 
 
 def shards(shared: Path) -> Trial:
@@ -260,16 +265,16 @@ def shards(shared: Path) -> Trial:
         ["convert", "tars", shared / "walked", shared / "packed", *most],
         ["convert", "arrays", shared / "arrays", "--field", field, *most],
     ):
-        inside(partial(typed, *map(str, words))).need("done")
+        done(partial(typed, *map(str, words)))
 
     def read(folder: Path, kind: str) -> dict[str, bytes]:
-        return dict(_samples(str(folder), kind, 0))
+        return dict(samples(str(folder), kind, 0))
 
-    right = {kind: inside(partial(read, shared / kind, kind)).need("done").value for kind in KINDS}
+    right = {kind: done(partial(read, shared / kind, kind)) for kind in KINDS}
 
     def trial(place: Path, bits: random.Random) -> str:
-        kind, how = bits.choice(KINDS), bits.choice(CHANGES)
-        # Of indexed shards on a server without checksums, nothing is known before the first request.
+        kind, how = bits.choice([*KINDS]), bits.choice([*CHANGES])
+        # Of indexed shards on a server without checksums, nothing is known before a request.
         far = bits.random() < 0.3 and kind != "indexed"
         count, replaces, step = bits.choice([0, 0, 2]), bits.random() < 0.3, bits.randrange(25)
         place.mkdir(parents=True)
@@ -278,46 +283,43 @@ def shards(shared: Path) -> Trial:
 
         def change(at: int) -> None:
             if at == step:
-                _change(victim, how, bits)
+                other = bytes(byte ^ 0x15 if byte else 0 for byte in victim.read_bytes())
+                CHANGES[how](victim, other, bits)
 
-        def changing() -> tuple[list[Any], str]:
-            delivered: list[Any] = []
+        def read_changing() -> tuple[list[Any], str]:
+            delivered = list[Any]()
             with Server(place / "set") as server:
-                name = "part-{000..005}" if kind in KINDS[:2] else "train-{000000..000005}"
-                address = f"{server.url}{name}.tar" if far else str(place / "set")
+                address = f"{server.url}{KINDS[kind]}" if far else str(place / "set")
                 try:
-                    for pair in _samples(address, kind, count, replaces, change):
-                        delivered.append(pair)
+                    delivered.extend(samples(address, kind, count, replaces, change))
                 except WdstrainError as error:
                     return delivered, str(error)
             return delivered, ""
 
-        delivered, text = inside(changing).need("done").value
+        delivered, text = done(read_changing)
         about = f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {count} workers"
         wrong = [key for key, data in delivered if right[kind].get(key) != data]
         if wrong:
             raise WrongOutcome(f"{about}: other bytes came for {wrong[:3]}")
         if len(delivered) != 240 and not text:
-            raise WrongOutcome(
-                f"{about}: {len(delivered)} of 240 samples came, and nothing was said"
-            )
+            raise WrongOutcome(f"{about}: {len(delivered)} of 240 samples came, without an error")
         if text and ("\n" in text or victim.name not in text):
             raise WrongOutcome(f"{about}: the error text is {text!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
-        if inside(partial(read, place / "set", kind)).need("done").value != right[kind]:
+        if done(partial(read, place / "set", kind)) != right[kind]:
             raise WrongOutcome("it does not work again")
         return ("far " if far else "") + ("told" if text else "right")
 
     return trial
 
 
-def _samples(
+def samples(
     address: str,
     kind: str,
     count: int,
     replaces: bool = False,
-    at: Callable[[int], None] = lambda step: None,
+    at: Callable[[int], object] = lambda step: None,
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (key, bytes) of each sample of an epoch. at: called before each step."""
     is_array = kind == "arrays"
@@ -330,32 +332,8 @@ def _samples(
     with closing(wt.Loader(address, {"bin": field}, **options)) as loader:
         for step, batch in enumerate(loader):
             at(step)
-            values = [
-                value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
-                for value in batch["bin"]
-            ]
-            yield from zip(batch["__key__"], values, strict=True)
-
-
-def _change(victim: Path, how: str, bits: random.Random) -> None:
-    data, was = victim.read_bytes(), os.stat(victim)
-    other = bytes(byte ^ 0x15 if byte else 0 for byte in data)
-    if how == "deleted":
-        victim.unlink()
-    elif how == "cut":
-        os.truncate(victim, bits.randrange(len(data)))
-    elif how == "written over":
-        with open(victim, "r+b") as file:
-            file.write(other)
-    else:
-        if how == "another shard":
-            others = [path for path in sorted(victim.parent.glob("*.tar")) if path != victim]
-            other = others[0].read_bytes()
-        new = victim.with_name(".new")
-        new.write_bytes(other + bytes(1024) if how == "other size" else other)
-        if how == "kept time":  # as cp -p and rsync -t do
-            os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
-        os.replace(new, victim)
+            for key, value in zip(batch["__key__"], batch["bin"], strict=True):
+                yield key, value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 # --- concurrency ---
@@ -377,96 +355,40 @@ def together(shared: Path, url: str) -> Trial:
         kind = bits.choice([*kinds, "conversions", "over", "caches"])
         work, waits = kinds[kind], [0.0, bits.uniform(0, 0.4)]
         bits.shuffle(waits)
-        resume = [bits.random() < 0.4 and kind != "over" for _ in waits]
+        resumes = [bits.random() < 0.4 and kind != "over" for _ in waits]
         work.lay(place)
 
-        def outcome(wait: float, resumes: bool) -> str:
+        def run(wait: float, resume: bool) -> str:
             time.sleep(wait)
             try:
-                work.resume(place) if resumes else work.run(place)
+                (work.resume if resume else work.run)(place)
             except WdstrainError as error:
                 return str(error)
             except BaseException as error:
                 return f"wrong: {error!r}"
             return "done"
 
-        def both() -> list[str]:
-            pipes, children = [os.pipe() for _ in waits], []
-            for (_, writing), wait, resumes in zip(pipes, waits, resume, strict=True):
-                child = os.fork()
-                if child == 0:
-                    os.write(writing, outcome(wait, resumes).encode())
+        def run_both() -> list[str]:
+            pipes, children = [os.pipe() for _ in waits], list[int]()
+            for (_, writing), wait, resume in zip(pipes, waits, resumes, strict=True):
+                children.append(os.fork())
+                if children[-1] == 0:
+                    os.write(writing, run(wait, resume).encode())
                     os._exit(0)
-                children.append(child)
                 os.close(writing)
             for child in children:
                 os.waitpid(child, 0)
             return [os.read(heard, 1 << 16).decode() for heard, _ in pipes]
 
-        outcomes = inside(both).need("done").value
-        for words in outcomes:
-            is_refused = any(word in words for word in refused) and "\n" not in words
-            if words != "done" and (words.startswith("wrong") or not is_refused):
+        outcomes = done(run_both)
+        for text in outcomes:
+            is_refused = any(word in text for word in refused) and "\n" not in text
+            if text != "done" and (text.startswith("wrong") or not is_refused):
                 raise WrongOutcome(f"{kind}: {outcomes}")
         if "done" not in outcomes:
             raise WrongOutcome(f"{kind}: none of both was done: {outcomes}")
         for step in (work.look, work.end):
-            inside(partial(step, place)).need("done")
+            done(partial(step, place))
         return f"{kind} {outcomes.count('done')}"
-
-    return trial
-
-
-# --- many loaders ---
-
-
-def many(shared: Path) -> Trial:
-    """Open and close 200 loaders: descriptors, threads, processes and memory do not grow."""
-    foreign(shared / "set", 2, 60)
-
-    def open_and_close(loaders: int, count: int, bits: random.Random) -> None:
-        fields = {"bin": Bytes(), "label": wt.label("cls")}
-        for number in range(loaders):
-            loader = wt.Loader(shared / "set", fields, batch_size=8, num_workers=count)
-            stop = bits.choice([1, 3, len(loader) + 1])
-            for step, _ in enumerate(loader):
-                if step + 1 == stop:
-                    break
-            if number % 3 or count:
-                loader.close()
-
-    def counted() -> Counter[str]:
-        gc.collect()
-        end = time.monotonic() + 5  # threads of forgotten loaders end by themselves, not at once
-        while time.monotonic() < end and (
-            multiprocessing.active_children() or len(os.listdir("/proc/self/task")) > 1
-        ):
-            time.sleep(0.01)
-        status = Path("/proc/self/status").read_text()
-        shared_names = [
-            n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "psm_", "sem."))
-        ]
-        return Counter(
-            descriptors=len(os.listdir("/proc/self/fd")),
-            threads=len(os.listdir("/proc/self/task")),
-            processes=len(multiprocessing.active_children()),
-            named=len(shared_names),
-            memory=int(status.partition("RssAnon:")[2].split()[0]) // 1024,
-        )
-
-    def trial(place: Path, bits: random.Random) -> str:
-        count = bits.choice([0, 2])
-
-        def watched() -> list[Counter[str]]:
-            open_and_close(20, count, bits)
-            before = counted()
-            open_and_close(200, count, bits)
-            return [before, counted()]
-
-        before, after = inside(watched).need("done").value
-        allowed = Counter(before, memory=before["memory"] + 24)
-        if any(after[name] > allowed[name] for name in before):
-            raise WrongOutcome(f"before {dict(before)}, after {dict(after)}")
-        return f"{count} workers"
 
     return trial

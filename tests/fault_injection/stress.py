@@ -11,14 +11,12 @@ time. Each reader runs epoch after epoch with its own seed, in one of three ways
     steady       is not disturbed
 
 Each batch is compared with the plan and with the bytes that Python's tarfile reads: each sample
-once, in the planned order, with its bytes. A chain of digests covers each epoch, across breaks and
-kills. At the end some epochs are read again from the disk by a loader without workers, and must
-have the same digests.
+once, in the planned order, with its bytes. A pass begins where the state was saved.
 
 Process trees are measured from their first epoch after a start: Pss of anonymous and shared memory,
 descriptors, threads. The 90th percentiles of the first and the last third are compared: of all
-readers, and of each tree with enough measurements. The exit status is 1 if anything
-is wrong, also if a process does not end when asked. `docs/robustness.md` has the last results.
+readers, and of each tree with enough measurements. The exit status is 1 if anything is wrong, also
+if a process does not end when asked. `docs/robustness.md` has the last results.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -37,13 +36,10 @@ import shutil
 import signal
 import statistics
 import sys
-import tarfile
 import tempfile
-import textwrap
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -55,6 +51,7 @@ import numpy as np
 import wdstrain as wt
 from tests.fault_injection.faulty_server import FAULTS, RARE, serve
 from tests.fault_injection.process_faults import descendants, is_alive
+from tests.oracle.data_set import read_tars
 from wdstrain.runtime.workers import set_up_worker
 
 SHARDS, OF_SHARD, VALUES = 8, 500, 8192  # 43 MB in shards of 5.4 MB, which are two requests each
@@ -62,27 +59,27 @@ BATCH, WINDOW = 50, 1000
 WAYS = ("killed", "breaks off", "steady")
 FLAT = 0.10  # share that a measure may grow from the first third to the last
 TICK, MEASURED = 0.1, 300  # seconds between two looks; measurements, at most one a second
-MEASURES = (("memory", 1e6), ("descriptors", 1), ("threads", 1))  # and their units in the table
-ENOUGH, MANY = 5, 30  # measurements of a third to show a tree, and to judge it alone
+MEASURES = {"MB": 1e6, "descriptors": 1, "threads": 1}  # and their units
+ENOUGH, MANY = 5, 30  # measurements of a third to count a tree, and to judge it alone
 STARTED, ENDED = 240.0, 90.0  # seconds that all readers have to begin and to end
-COSTS = ("samples", "retries", "reread", "bad", "fetched", "cached")  # of a pass's report
-AGAIN = 2  # epochs of each reader that are read once more from the disk
-
-_SPAWN = multiprocessing.get_context("spawn")
+COSTS = ("samples", "retries", "reread", "bad", "cached")  # of a pass's report
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in {"processes": 8, "workers": 4, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     words = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = Path(tempfile.mkdtemp(prefix="wdstrain-stress-"))
     try:
-        with Load(place, words.minutes * 60, words.processes, words.workers, words.seed) as load:
+        load = Load(place, words.minutes * 60, words.processes, words.workers, words.seed)
+        try:
             load.run()
+        finally:
+            load.kill()
         status = report(load)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -94,8 +91,6 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """Parameters of a reader process, and its files."""
-
     number: int
     way: str
     url: str
@@ -108,27 +103,25 @@ class Reader:
         """jsonl: its log. json: its saved state. err: its stderr, empty unless it is killed."""
         return self.place / f"reader-{self.number}.{ending}"
 
-    def loader(self, urls: str, workers: int, **options: Any) -> wt.Loader:
+    def loader(self) -> wt.Loader:
         """Half of the readers get tensors in reused memory, the others what torch collates."""
         fields: Any = {"x": wt.array("x.npy", shape=(VALUES,), dtype="uint8")}
         fields["txt"] = wt.text("txt")
-        given = {"fields": fields} if self.number % 2 else {"transform": example}
-        options |= {"batch_size": BATCH, "num_workers": workers, "shuffle_buffer": WINDOW}
-        return wt.Loader(urls, seed=self.seed + self.number, **given, **options)
+        options = {"fields": fields} if self.number % 2 else {"transform": example}
+        options |= {"batch_size": BATCH, "num_workers": self.workers, "shuffle_buffer": WINDOW}
+        options |= {"cache_dir": str(self.place / "cache"), "cache_limit": self.limit}
+        return wt.Loader(self.url, seed=self.seed + self.number, **options)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return its messages; the last line of a killed reader may be truncated."""
-        messages = []
-        for line in (
-            self.path("jsonl").read_text().splitlines() if self.path("jsonl").exists() else ()
-        ):
+        messages, path = list[dict[str, Any]](), self.path("jsonl")
+        for line in path.read_text().splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError):
                 messages.append(json.loads(line))
         return messages
 
-    def truth(self) -> list[bytes]:
-        """Return the digest of each sample."""
-        return [bytes.fromhex(text) for text in json.loads((self.place / "truth.json").read_text())]
+    def epochs(self) -> set[int]:
+        return {line["epoch"] for line in self.lines() if line.get("is_whole")}
 
 
 def read(reader: Reader) -> None:
@@ -136,11 +129,8 @@ def read(reader: Reader) -> None:
     set_up_worker()
     multiprocessing.set_start_method(None, force=True)  # workers begin as on this system
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: meant here
-    with (
-        open(reader.path("jsonl"), "a", buffering=1) as log,
-        open(reader.path("err"), "a") as output,
-    ):
-        os.dup2(output.fileno(), 2)
+    with open(reader.path("jsonl"), "a", buffering=1) as log, open(reader.path("err"), "a") as err:
+        os.dup2(err.fileno(), 2)
 
         def tell(**values: object) -> None:
             log.write(json.dumps({"pid": os.getpid(), **values}) + "\n")
@@ -149,50 +139,52 @@ def read(reader: Reader) -> None:
         handler.emit = lambda record: tell(warned=record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("wdstrain").addHandler(handler)
         try:
-            _read(reader, tell)
+            read_epochs(reader, tell)
         except BaseException:
             tell(error=traceback.format_exc())
             raise
 
 
-def _read(reader: Reader, tell: Callable[..., None]) -> None:
-    truth, rng, cache = reader.truth(), random.Random(), reader.place / "cache"
-
-    def new() -> wt.Loader:
-        options = {"cache_dir": str(cache), "cache_limit": reader.limit}
-        return reader.loader(reader.url, reader.workers, **options)
+def read_epochs(reader: Reader, tell: Callable[..., None]) -> None:
+    truth, rng = json.loads((reader.place / "truth.json").read_text()), random.Random()
+    loader, over, saved = reader.loader(), reader.place / "stop", reader.path("json")
 
     def save() -> None:
         """Write a complete file or none, since the reader may be killed."""
-        text = json.dumps({"state": loader.state_dict(), "chain": chain.hex()})
+        position = [epoch, step] if step < len(loader) else [epoch + 1, 0]
+        text = json.dumps({"state": loader.state_dict(), "position": position})
         reader.path("new").write_text(text)
-        reader.path("new").replace(reader.path("json"))
+        reader.path("new").replace(saved)
 
-    loader, over = new(), reader.place / "stop"
     while not over.exists():
-        chain = b""
-        if reader.path("json").exists():
-            saved = json.loads(reader.path("json").read_text())
-            loader.load_state_dict(saved["state"])
-            chain = bytes.fromhex(saved["chain"]) if loader.next_position[1] else b""
+        if saved.exists():
+            before = json.loads(saved.read_text())
+            loader.load_state_dict(before["state"])
+            if [*loader.next_position] != before["position"]:
+                tell(wrong=f"resumed at {loader.next_position}, not {before['position']}")
         epoch, step = loader.next_position
-        ids, begun = planned(loader, epoch), step
+        plan, begun = loader.plan(epoch), step
+        assert isinstance(plan, wt.Plan)
+        ids = plan.delivery(0, 0, plan.steps).ids.tolist()
+        if sorted(ids) != list(range(len(truth))):
+            tell(wrong=f"the plan of epoch {epoch} has not each sample once")
         leave = rng.randrange(3 * len(loader)) if reader.way == "breaks off" else len(loader)
         for batch in loader:
-            actual = digests(batch)
+            samples = zip(batch["__key__"], batch["x"], batch["txt"], strict=True)
+            actual = [digest(key, x.numpy().tobytes(), text.encode()) for key, x, text in samples]
             if actual != [truth[i] for i in ids[step * BATCH : (step + 1) * BATCH]]:
                 tell(wrong=f"epoch {epoch}, step {step}: {batch['__key__']}")
-            chain, step = chained(chain, actual), step + 1
+            step += 1
             if step % 5 == 0 and step < len(loader):
                 save()
             if step > leave or over.exists():
                 break
-        is_whole, costs = step == len(loader), {name: loader.report()[name] for name in COSTS}
-        tell(epoch=epoch, steps=[begun, step], chain=chain.hex() if is_whole else None, **costs)
+        costs, is_whole = {name: loader.report()[name] for name in COSTS}, step == len(loader)
+        tell(epoch=epoch, begun=begun, is_whole=is_whole, **costs)
         save()
         if not is_whole and rng.random() < 0.5:
             loader.close()
-            loader = new()
+            loader = reader.loader()
     loader.close()
 
 
@@ -200,48 +192,39 @@ def example(sample: dict[str, Any]) -> dict[str, Any]:
     return {"x": np.load(io.BytesIO(sample["x.npy"])), "txt": sample["txt"].decode()}
 
 
-def digests(batch: dict[str, Any]) -> list[bytes]:
-    """Return a digest of each delivered sample: its key, its values, its text."""
-    samples = zip(batch["__key__"], batch["x"], batch["txt"], strict=True)
-    return [digest(key, values.numpy().tobytes(), text.encode()) for key, values, text in samples]
-
-
-def digest(key: str, values: bytes, text: bytes) -> bytes:
-    return hashlib.blake2b(key.encode() + b"\0" + values + text, digest_size=16).digest()
-
-
-def chained(chain: bytes, batch: list[bytes]) -> bytes:
-    return hashlib.blake2b(chain + b"".join(batch)).digest()
-
-
-def planned(loader: wt.Loader, epoch: int) -> list[int]:
-    """Return the samples of an epoch in the promised order, by their numbers in the set."""
-    plan = loader.plan(epoch)
-    assert isinstance(plan, wt.Plan)
-    ids: list[int] = plan.delivery(0, 0, plan.steps).ids.tolist()
-    return ids
+def digest(key: str, values: bytes, text: bytes) -> str:
+    return hashlib.blake2b(key.encode() + b"\0" + values + text, digest_size=16).hexdigest()
 
 
 # --- the load ---
 
-Measured = tuple[float, ...]  # bytes, descriptors and threads of a process tree
-
 
 @dataclass
 class Running:
-    """A running reader, as its parent sees it. due: when it will be killed."""
+    """A running reader, as its parent sees it.
+
+    started: by the clock of files. due: when it is killed; inf until it has saved a state since its
+    start. measured: bytes, descriptors and threads of its process tree.
+    """
 
     reader: Reader
-    process: BaseProcess
-    started: float  # by the clock of files
-    began: bool = False  # it has saved a state since its start, so that it may be killed
-    due: float = 0.0
-    kills: int = 0
-    measured: list[Measured] = field(default_factory=list)
+    kills: int = -1
+    measured: list[tuple[int, ...]] = field(default_factory=list)
+    due: float = math.inf
+
+    def start(self) -> None:
+        self.kills += 1
+        self.process: BaseProcess = SPAWN.Process(target=read, args=(self.reader,))
+        self.started, self.due = time.time(), math.inf
+        self.process.start()
+
+    def tree(self) -> list[int]:
+        pid = self.process.pid or 0
+        return [pid, *descendants(pid)]
 
 
 class Load:
-    """Server, readers and measurements. All processes have ended when the context exits."""
+    """Server, readers and measurements. `kill` ends all processes by their ids."""
 
     def __init__(self, place: Path, seconds: float, count: int, workers: int, seed: int) -> None:
         self.place, self.seconds, self.workers = place, seconds, workers
@@ -251,91 +234,85 @@ class Load:
         self.shards = make(place, seed)
         self.limit = sum(path.stat().st_size for path in self.shards) // 2
         (place / "cache").mkdir()
-        self.server_pipe, child_end = _SPAWN.Pipe()
+        self.pipe, child_end = SPAWN.Pipe()
         longest = seconds + 3 * STARTED + 2 * ENDED
         words = (str(place / "shards"), seed, longest, child_end)
-        self.server = _SPAWN.Process(target=serve, args=words)
+        self.server = SPAWN.Process(target=serve, args=words)
         self.server.start()
-        if not self.server_pipe.poll(60):
+        if not self.pipe.poll(60):
             raise TimeoutError("the server did not begin")
-        self.url = self.server_pipe.recv()
-        self.running = list[Running]()
-        for number in range(count):
-            way = WAYS[number % len(WAYS)]
-            reader = Reader(number, way, self.url, place, workers, seed, self.limit)
-            self.running.append(Running(reader, *_started(reader)))
+        url = self.pipe.recv()
+        self.running = [
+            Running(Reader(n, WAYS[n % len(WAYS)], url, place, workers, seed, self.limit))
+            for n in range(count)
+        ]
+        for item in self.running:
+            item.start()
 
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the running processes by id; workers end with their reader."""
+    def kill(self) -> None:
         for process in [item.process for item in self.running] + [self.server]:
             process.kill()
             process.join()
 
     def run(self) -> None:
-        self._wait(STARTED, "begin", lambda: all(map(self._has_begun, self.running)))
+        self.wait(STARTED, "begin", lambda: all(map(self.has_begun, self.running)))
         # Memory that a reader allocates once is allocated by the end of its first epoch.
-        self._wait(STARTED, "come to the end of an epoch", self._is_warm)
+        self.wait(STARTED, "come to the end of an epoch", self.is_warm)
         self.begun, measured = time.monotonic(), 0.0
         end = self.begun + self.seconds
         while not self.wrong and (
-            (now := time.monotonic()) < end or (now < end + STARTED and not self._is_tried())
+            (now := time.monotonic()) < end or (now < end + STARTED and not self.is_tried())
         ):
             for item in self.running:
-                self._look_after(item)
+                self.look_after(item)
             if now >= measured + max(1.0, self.seconds / MEASURED):
                 measured = now
-                self._measure()
+                self.measure()
             time.sleep(TICK)
         self.ended = time.monotonic()
-        self._end()
+        self.end()
 
-    def _has_begun(self, item: Running) -> bool:
+    def has_begun(self, item: Running) -> bool:
         saved = item.reader.path("json")
-        if not item.began and saved.exists():
-            item.began = saved.stat().st_mtime > item.started
+        if item.due == math.inf and saved.exists() and saved.stat().st_mtime > item.started:
             longest = max(1.0, min(60.0, self.seconds / 4))
             item.due = time.monotonic() + self.rng.uniform(0, longest)
-        return item.began
+        return item.due < math.inf
 
-    def _is_warm(self) -> bool:
+    def is_warm(self) -> bool:
         """Return whether every reader has completed an epoch."""
-        return all(any(line.get("chain") for line in item.reader.lines()) for item in self.running)
+        return all(item.reader.epochs() for item in self.running)
 
-    def _is_tried(self) -> bool:
-        """Return whether every reader has completed an epoch, and the chosen ones were killed."""
-        killed = [item.kills for item in self.running if item.reader.way == "killed"]
-        return self._is_warm() and all(killed)
+    def is_tried(self) -> bool:
+        return self.is_warm() and all(i.kills for i in self.running if i.reader.way == "killed")
 
-    def _look_after(self, item: Running) -> None:
+    def look_after(self, item: Running) -> None:
         if not item.process.is_alive():
             status = item.process.exitcode
             self.wrong.append(f"reader {item.reader.number} ended by itself, with status {status}")
-        elif self._has_begun(item) and item.reader.way == "killed" and item.due < time.monotonic():
-            pids = tree(item.process.pid)
+        elif self.has_begun(item) and item.reader.way == "killed" and item.due < time.monotonic():
+            pids = item.tree()
             item.process.kill()
             item.process.join()
-            item.kills += 1
-            self._wait(30, "end with their killed reader", lambda: not any(map(is_alive, pids)))
-            (item.process, item.started), item.began = _started(item.reader), False
+            self.wait(30, "end with their killed reader", lambda: not any(map(is_alive, pids)))
+            item.start()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         (self.place / "stop").touch()
-        processes = [item.process for item in self.running]
-        pids = [pid for process in processes for pid in tree(process.pid)]
-        self.server_pipe.send("counts")
-        self.counts = self.server_pipe.recv()
-        self._wait(ENDED, "end", lambda: not any(process.is_alive() for process in processes))
-        self._wait(10, "end with their readers", lambda: not any(map(is_alive, pids)))
-        statuses = [process.exitcode for process in processes if process.exitcode]
-        self.wrong += [f"reader ended with status {status}" for status in statuses]
-        self.wrong += leftovers(self.place, self.shards)
+        pids = [pid for item in self.running for pid in item.tree()]
+        self.pipe.send("counts")
+        self.counts = self.pipe.recv()
+        self.wait(ENDED, "end", lambda: not any(item.process.is_alive() for item in self.running))
+        self.wait(10, "end with their readers", lambda: not any(map(is_alive, pids)))
         for item in self.running:
-            self.wrong += checked_again(item.reader)
+            name, epochs = f"reader {item.reader.number}", item.reader.epochs()
+            if item.process.exitcode:
+                self.wrong.append(f"{name} ended with status {item.process.exitcode}")
+            if missing := set(range(max(epochs, default=0))) - epochs:
+                self.wrong.append(f"{name} left out epochs: {missing}")
+        self.wrong += leftovers(self.place, self.shards)
 
-    def _wait(self, seconds: float, description: str, done: Callable[[], bool]) -> None:
+    def wait(self, seconds: float, description: str, done: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
         while not done():
             if time.monotonic() > end:
@@ -343,21 +320,14 @@ class Load:
                 return
             time.sleep(TICK)
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         for item in self.running:
-            pids = tree(item.process.pid)
+            pids = item.tree()
             is_warm = any(line.get("pid") == item.process.pid for line in item.reader.lines())
             if is_warm and len(pids) == 1 + self.workers:
-                item.measured += measured(pids)
+                with contextlib.suppress(OSError):  # a part of the tree ended
+                    item.measured.append(measured(pids))
         self.cache_most = max(self.cache_most, bytes_in(self.place / "cache"))
-
-
-def _started(reader: Reader) -> tuple[BaseProcess, float]:
-    """Return the process of a reader, and the time of its start."""
-    process = _SPAWN.Process(target=read, args=(reader,))
-    started = time.time()
-    process.start()
-    return process, started
 
 
 def make(place: Path, seed: int) -> list[Path]:
@@ -372,42 +342,27 @@ def make(place: Path, seed: int) -> list[Path]:
         for i in range(SHARDS * OF_SHARD)
     )
     index = wt.pack(samples, str(place / "shards"), max_shard_samples=OF_SHARD, seed=seed)
-    truth, paths = [], [Path(shard.path) for shard in index.shards]
-    for path in paths:
-        with tarfile.open(path) as tar:
-            fields: dict[str, dict[str, bytes]] = {}
-            for member in tar:
-                key, _, name = member.name.partition(".")
-                file = tar.extractfile(member)
-                fields.setdefault(key, {})[name] = file.read() if file is not None else b""
-        for key, values in fields.items():
-            truth.append(digest(key, values["x.npy"][-VALUES:], values["txt"]).hex())
+    paths = [Path(shard.path) for shard in index.shards]
+    contents = ((key, values["x.npy"], values["txt"]) for _, key, values in read_tars(paths))
+    truth = [digest(key, array[-VALUES:], text) for key, array, text in contents]
     (place / "truth.json").write_text(json.dumps(truth))
     return paths
 
 
-def tree(pid: int | None) -> list[int]:
-    """Return a process and its descendants."""
-    return [] if pid is None else [pid, *descendants(pid)]
-
-
-def measured(pids: list[int]) -> list[Measured]:
-    """Return the sum over a process tree, in a list; an empty one if a part of it ended."""
+def measured(pids: list[int]) -> tuple[int, ...]:
+    """Return the sum of bytes, descriptors and threads over a process tree. Raises OSError."""
     memory = files = threads = 0
-    try:
-        for pid in pids:
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                    memory += int(line.split()[1]) * 1024
-            files += len(os.listdir(f"/proc/{pid}/fd"))
-            threads += len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return []
-    return [(memory, files, threads)] if pids else []
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                memory += int(line.split()[1]) * 1024
+        files += len(os.listdir(f"/proc/{pid}/fd"))
+        threads += len(os.listdir(f"/proc/{pid}/task"))
+    return memory, files, threads
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of a cache: those of the files that two looks, one after the other, find."""
+    """Return the bytes of a cache: those of the files that two looks, one after the other, see."""
     looks = []
     for _ in range(2):
         sizes = {}
@@ -420,70 +375,34 @@ def bytes_in(folder: Path) -> int:
 
 
 def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
-    """Return leftovers and wrong files after all processes have ended."""
-    sums = {hashlib.sha256(path.read_bytes()).digest() for path in shards}
+    """Yield leftovers and wrong files after all processes have ended."""
+    contents = {path.read_bytes() for path in shards}
     for path in (place / "cache").glob("*/*"):
-        if path.suffix == ".tar" and hashlib.sha256(path.read_bytes()).digest() not in sums:
+        if path.suffix == ".tar" and path.read_bytes() not in contents:
             yield f"{path.name} in the cache is not one of the shards"
         elif path.name != "CACHEDIR.TAG" and not re.search(r"\.tar(\.\d+\.part)?$", path.name):
             yield f"{path.name} was left in the cache"
-
-
-def checked_again(reader: Reader) -> Iterator[str]:
-    """Check the digest chains of all epochs against the plan, and some against the disk."""
-    chains = {line["epoch"]: line["chain"] for line in reader.lines() if line.get("chain")}
-    local, truth = reader.loader(f"{reader.place}/shards", 0), reader.truth()
-    again = set(random.Random(reader.number).sample(sorted(chains), min(AGAIN, len(chains))))
-    for epoch, chain in chains.items():
-        expected = [truth[i] for i in planned(local, epoch)]
-        batches = [expected[at : at + BATCH] for at in range(0, len(expected), BATCH)]
-        if chain_of(batches) != chain:
-            yield f"epoch {epoch} of reader {reader.number} is not what was planned"
-        if epoch in again and chain_of([digests(batch) for batch in local.epoch(epoch)]) != chain:
-            yield f"epoch {epoch} of reader {reader.number} is not what the disk gives"
-    local.close()
-    missing = sorted(set(range(max(chains, default=0))) - set(chains))
-    if missing:
-        yield f"reader {reader.number} left out epochs: {missing}"
-
-
-def chain_of(batches: list[list[bytes]]) -> str:
-    chain = b""
-    for batch in batches:
-        chain = chained(chain, batch)
-    return chain.hex()
 
 
 # --- report ---
 
 
 def report(load: Load) -> int:
-    """Print the findings; return 1 if there are any."""
     reported = [line for item in load.running for line in item.reader.lines()]
-    passes = [line for line in reported if "steps" in line]
-    wrong = load.wrong + [
-        str(line[word]).strip().splitlines()[-1]
-        for line in reported
-        for word in ("wrong", "error")
-        if word in line
-    ]
+    passes = [line for line in reported if "begun" in line]
+    texts = [str(line[w]).strip() for line in reported for w in ("wrong", "error") if w in line]
+    wrong = load.wrong + [text.splitlines()[-1] for text in texts]
+    grown, growing = growth(load)
     total = {name: sum(line[name] for line in passes) for name in COSTS}
-    epochs = sum(bool(line["chain"]) for line in passes)
-    kills = sum(item.kills for item in load.running)
+    epochs, kills = sum(line["is_whole"] for line in passes), sum(i.kills for i in load.running)
     faults = {name: load.counts.get(name, 0) for name in (*FAULTS, *RARE)}
+    served = f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}"
     minutes = (load.ended - load.begun) / 60
     print(f"{len(load.running)} readers x {load.workers} workers, {minutes:.1f} minutes")
-    served = f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}"
-    most, limit = load.cache_most, load.limit
-    warned = Counter(
-        re.sub(r"\S*\d\S*", "...", line["warned"].splitlines()[0])
-        for line in reported
-        if "warned" in line
-    )
     for name, value in {
         "epochs from their first batch to their last": epochs,
         "samples told, and those of killed passes beside them": total["samples"],
-        "passes that began within an epoch": sum(line["steps"][0] > 0 for line in passes),
+        "passes that began within an epoch": sum(line["begun"] > 0 for line in passes),
         "readers killed and started again": kills,
         "wrong epochs": len(wrong),
         "requests": load.counts.get("requests", 0),
@@ -491,65 +410,44 @@ def report(load: Load) -> int:
         "faults": sum(faults.values()),
         **{f"    {name}": faults[name] for name in sorted(faults, key=lambda n: -faults[n])},
         "retries told by the readers, samples read again": f"{total['retries']}, {total['reread']}",
-        "warnings of the readers": warned.total(),
-        "most bytes in the cache, its limit": f"{most}, {limit}",
+        "warnings of the readers": sum("warned" in line for line in reported),
+        "most bytes in the cache, its limit": f"{load.cache_most}, {load.limit}",
+        **grown,
     }.items():
         print(f"{name:<54}{value:>24}")
-    if most > limit:
-        wrong.append(f"the cache held {most} bytes, {most - limit} above its limit")
+    if load.cache_most > load.limit:
+        wrong.append(f"the cache held {load.cache_most} bytes, its limit is {load.limit}")
     if total["bad"]:
         wrong.append(f"{total['bad']} samples were replaced")
     if not epochs or not sum(faults.values()):
         wrong.append("nothing was put to the test")
-    wrong += _growth(load, epochs, kills)
-    for text, count in warned.most_common():
-        print(f"\n{textwrap.fill(f'{count} x {text}', 80)}")
-    wrong = list(dict.fromkeys(wrong))
+    wrong = list(dict.fromkeys(wrong + growing))
     print(f"\n{'exact, and flat' if not wrong else f'{len(wrong)} THINGS ARE WRONG'}")
-    for description in wrong:
-        print(f"    {description}")
+    print(*(f"    {text}" for text in wrong), sep="\n")
     return int(bool(wrong))
 
 
-def _growth(load: Load, epochs: int, kills: int) -> Iterator[str]:
-    """Print the measures of each tree in its first and last third; yield what grows."""
-    head = f"{'epochs':>7}{'kills':>6}{'memory, MB':>15}{'descriptors':>13}{'threads':>11}"
-    print(f"\n{'first and last third':<26}{head}")
-    sums = np.zeros((2, len(MEASURES)))
+def growth(load: Load) -> tuple[dict[str, str], list[str]]:
+    """Return rows of 90th percentiles in the first and the last third, and what grows."""
+    rows, wrong, sums = dict[str, str](), list[str](), np.zeros((2, len(MEASURES)))
+    judged = {"all readers": sums}
     for item in load.running:
-        reader = item.reader
+        reader, third = item.reader, len(item.measured) // 3
         if reader.way != "killed" and (stderr := reader.path("err").read_text().strip()):
-            yield f"reader {reader.number}, {reader.way}, says on stderr: {stderr[-3000:]}"
-        own = sum(bool(line.get("chain")) for line in reader.lines())
-        name = f"reader {reader.number}, {reader.way}"
-        thirds = _thirds(item.measured)
-        sums += 0 if thirds is None else thirds
-        grown = _compared(name, f"{own:>7}{item.kills:>6}", thirds)
-        yield from grown if len(item.measured) >= 3 * MANY else ()
-    yield from _compared("all readers", f"{epochs:>7}{kills:>6}", sums)
-
-
-def _thirds(samples: list[Measured]) -> Any:
-    """Return the 90th percentiles of the first and the last third; None if there are too few."""
-    third = len(samples) // 3
-    if third < ENOUGH:
-        return None
-    parts = samples[:third], samples[-third:]
-    return [[statistics.quantiles(c, n=10)[-1] for c in zip(*part, strict=True)] for part in parts]
-
-
-def _compared(name: str, counts: str, thirds: Any) -> list[str]:
-    """Print a line of the table; return the names of the figures that grow."""
-    if thirds is None:
-        print(f"{name:<26}{counts:<13}{'too few measurements':>39}")
-        return []
-    grown, cells = [], []
-    for (measure, unit), before, after in zip(MEASURES, *thirds, strict=True):
-        cells.append(f"{before / unit:.0f} {after / unit:.0f}")
-        if after > (1 + FLAT) * before + 2:
-            grown.append(f"{name}: {measure} {cells[-1]}, that is not flat")
-    print(f"{name:<26}{counts:<13}{cells[0]:>15}{cells[1]:>13}{cells[2]:>11}")
-    return grown
+            wrong.append(f"reader {reader.number} says on stderr: {stderr[-3000:]}")
+        if third >= ENOUGH:
+            parts = (item.measured[:third], item.measured[-third:])
+            columns = [zip(*part, strict=True) for part in parts]
+            ends = np.array([[statistics.quantiles(c, n=10)[-1] for c in part] for part in columns])
+            sums += ends
+            judged |= {f"reader {reader.number}, {reader.way}": ends} if third >= MANY else {}
+    for name, (first, last) in judged.items():
+        for (measure, unit), before, after in zip(MEASURES.items(), first, last, strict=True):
+            row = f"{name}: {measure}, first and last third"
+            rows[row] = f"{before / unit:.0f}, {after / unit:.0f}"
+            if after > (1 + FLAT) * before + 2:
+                wrong.append(f"{row}: {rows[row]}, that is not flat")
+    return rows, wrong
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Pillow, the arrays by NumPy.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import tarfile
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+
+from tests.conftest import encoded, npy
 
 CLASSES = ("ant", "bee", "cat", "dog")
 SHAPE = (3, 2)  # of the array of each sample
@@ -44,19 +47,17 @@ class Sample:
 
     @property
     def kind(self) -> str:
-        """Name of the class."""
         return CLASSES[self.label]
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples by shard, in file order. `classes`: names of the class numbers, or ().
+    """Samples by shard, in file order.
 
     raw: each sample has a large array, and the same fields in the same order.
     """
 
     shards: tuple[tuple[Sample, ...], ...]
-    classes: tuple[str, ...] = ()
     raw: bool = False
 
     @property
@@ -86,8 +87,8 @@ def draw_sample(rng: random.Random, number: int, key: str, *, raw: bool = False)
         "number": str(number).encode(),
         "cls": str(label).encode(),
         "json": json.dumps(document).encode(),
-        "npy": _bytes_of(lambda file: np.save(file, array)),
-        "png": _bytes_of(lambda file: Image.fromarray(pixels).save(file, "PNG")),
+        "npy": npy(array),
+        "png": encoded(Image.fromarray(pixels), "PNG"),
     }
     if raw or rng.random() < 0.7:  # some samples lack this field, but not in a set of raw arrays
         fields["bin"] = values.bytes(rng.choice((0, 1, 511, 512, 513, rng.randrange(20_000))))
@@ -100,14 +101,14 @@ def draw_data_set(
     """Return a set with random shard sizes; keys are unique, or restart in each shard."""
     counts = [rng.randrange(1, most) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
     anew, wide = rng.random() < 0.3, rng.random() < 0.2
-    shards, number = [], first
+    shards, numbers = [], itertools.count(first)
     for count in counts:
         samples = []
         for place in range(count):
+            number = next(numbers)
             key = f"{place if anew else number:06d}"
             key = f"folder/{'long-' * 30}{key}" if wide else key
             samples.append(draw_sample(rng, number, key, raw=raw))
-            number += 1
         shards.append(tuple(samples))
     return DataSet(tuple(shards), raw=raw)
 
@@ -118,23 +119,20 @@ def write(data: DataSet, folder: Path, rng: random.Random) -> list[Path]:
     form = rng.choice(FORMATS)
     if form == tarfile.USTAR_FORMAT and any(len(s.key) > 90 for s in data.samples):
         form = tarfile.GNU_FORMAT
-    paths, order = [], None
+    paths, order = list[Path](), None
     for index, shard in enumerate(data.shards):
-        path = folder / f"part-{index:03d}.tar"
-        with tarfile.open(path, "w", format=form) as tar:
+        paths.append(folder / f"part-{index:03d}.tar")
+        with tarfile.open(paths[-1], "w", format=form) as tar:
             for sample in shard:
                 names = list(sample.fields)
                 rng.shuffle(names)
-                order = names if order is None else order
-                names = order if data.raw else names
-                for name in names:
+                order = order or names
+                for name in order if data.raw else names:
                     add(tar, f"{sample.key}.{name}", sample.fields[name])
-        paths.append(path)
     return paths
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Append one member."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
@@ -142,25 +140,18 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def read_tars(paths: Sequence[Path]) -> Iterator[tuple[Path, str, dict[str, bytes]]]:
     """Yield (shard, key, fields) of each sample, by `tarfile` and webdataset's rule for keys."""
+
+    def key_of(member: tarfile.TarInfo) -> str:
+        folder, slash, base = member.name.rpartition("/")
+        return folder + slash + base.partition(".")[0]
+
     for path in paths:
-        key, fields = "", dict[str, bytes]()
         with tarfile.open(path) as tar:
-            for member in tar:
-                folder, slash, base = member.name.rpartition("/")
-                stem, _, name = base.partition(".")
-                if key != folder + slash + stem:
-                    if fields:
-                        yield path, key, fields
-                    key, fields = folder + slash + stem, {}
-                file = tar.extractfile(member)
-                assert file is not None, f"{path}: {member.name} is no file"
-                assert name not in fields, f"{path}: {member.name} comes twice"
-                fields[name] = file.read()
-        if fields:
-            yield path, key, fields
-
-
-def _bytes_of(save: Any) -> bytes:
-    file = io.BytesIO()
-    save(file)
-    return file.getvalue()
+            for key, members in itertools.groupby(tar, key_of):
+                fields = dict[str, bytes]()
+                for member in members:
+                    file, name = tar.extractfile(member), member.name[len(key) + 1 :]
+                    assert file is not None, f"{path}: {member.name} is no file"
+                    assert name not in fields, f"{path}: {member.name} comes twice"
+                    fields[name] = file.read()
+                yield path, key, fields

@@ -14,7 +14,6 @@ UNITS = 65536  # shares are multiples of 1/UNITS
 
 
 def shares_of(weights: Mapping[str, int]) -> dict[str, Fraction]:
-    """Return the share of each source."""
     total = sum(weights.values())
     edges = [round(Fraction(UNITS * edge, total)) for edge in accumulate(weights.values())]
     parts = [Fraction(high - low, UNITS) for low, high in pairwise([0, *edges])]
@@ -44,11 +43,9 @@ def mixed_steps(
     ends before the first step that a source cannot fill.
     """
     most = sum(totals.values()) // (per_lane * lanes)
-    order, left = turns(shares, most * per_lane), dict(totals)
-    steps = list[dict[str, int]]()
-    for step in range(most):
-        part = order[step * per_lane : (step + 1) * per_lane]
-        taken = {name: part.count(name) * lanes for name in shares}
+    order, left, steps = turns(shares, most * per_lane), dict(totals), list[dict[str, int]]()
+    for at in range(0, len(order), per_lane):
+        taken = {name: order[at : at + per_lane].count(name) * lanes for name in shares}
         left = {name: left[name] - taken[name] for name in shares}
         if min(left.values()) < 0:
             break
@@ -61,6 +58,5 @@ def mixture_refusal(steps: Sequence[Mapping[str, int]]) -> str | None:
     if not steps:
         return "cannot fill one step"
     unused = [name for name in steps[0] if not any(step[name] for step in steps)]
-    return (
-        f"source {unused[0]} gives no sample in an epoch of {len(steps)} step" if unused else None
-    )
+    is_refused = f"gives no sample in an epoch of {len(steps)} step"
+    return f"source {unused[0]} {is_refused}" if unused else None

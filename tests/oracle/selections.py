@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ class Choice:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch."""
         return self.weighting.total if self.weighting else len(self.data.samples)
 
 
@@ -123,58 +123,47 @@ def draw_condition(rng: random.Random, data: DataSet) -> Condition:
     return rng.choice(conditions)
 
 
-def choose_where(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
-    """Choose by a condition of the index."""
+def choose_where(
+    rng: random.Random, data: DataSet, index: wt.Index, of_loader: bool = False
+) -> Choice:
+    """Choose by a condition of the index, or one that is an option of the loader."""
     text, holds = draw_condition(rng, data)
     chosen = data.only(sample.number for sample in data.samples if holds(sample))
     if not chosen.samples:
         with pytest.raises(wt.UsageError, match=f"holds for none of {len(index)} samples"):
-            index.where(text)
+            wt.Loader(index, where=text) if of_loader else index.where(text)
         return Choice(data, index)
+    if of_loader:
+        return Choice(chosen, index, {"where": text}, kinds=("where of the loader",))
     selection = index.where(text)
     assert numbers_of(selection, data) == [sample.number for sample in chosen.samples], text
     return Choice(chosen, selection, kinds=("where",))
 
 
-def choose_option(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
-    """Choose by a condition that is an option of the loader."""
-    text, holds = draw_condition(rng, data)
-    chosen = data.only(sample.number for sample in data.samples if holds(sample))
-    if not chosen.samples:
-        with pytest.raises(wt.UsageError, match=f"holds for none of {len(index)} samples"):
-            wt.Loader(index, where=text)
-        return Choice(data, index)
-    return Choice(chosen, index, {"where": text}, kinds=("where of the loader",))
-
-
 def choose_sample(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
-    """Choose a random share or number of samples."""
-    count = len(index)
-    amount = rng.choice((0.25, 0.5, 1.0, rng.randrange(1, count + 1)))
-    wanted = amount if isinstance(amount, int) else amount * count
-    seed = rng.randrange(3)
+    amount = rng.choice((0.25, 0.5, 1.0, rng.randrange(1, len(index) + 1)))
+    wanted, seed = amount if isinstance(amount, int) else amount * len(index), rng.randrange(3)
     if wanted < 0.5:
         return Choice(data, index)
     selection = index.sample(amount, seed=seed)
     numbers = numbers_of(selection, data)
     assert math.floor(wanted) <= len(numbers) <= math.ceil(wanted)
     assert numbers == numbers_of(index.sample(amount, seed=seed), data), "not the same samples"
-    return Choice(chosen_by(data, numbers), selection, kinds=("sample",))
+    return chosen_by(data, selection, "sample")
 
 
 def choose_split(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
     """Choose a part of a split; check all parts."""
     shares = rng.choice(({"train": 0.75, "val": 0.25}, {"a": 0.5, "b": 0.3, "c": 0.2}))
     by, stratify = rng.choice((None, "owner", "owner")), rng.choice((None, "kind"))
-    if len(index) * min(shares.values()) < 12:  # too few groups of three samples
-        by = None
-    if len(index) * min(shares.values()) < 2:
+    least = len(index) * min(shares.values())
+    by = by if least >= 12 else None  # too few groups of three samples
+    if least < 2:
         return Choice(data, index)
     parts = index.split(shares, by=by, stratify=stratify, seed=rng.randrange(3))
     numbers = {name: numbers_of(part, data) for name, part in parts.items()}
     check_parts(data, numbers, shares, by, stratify)
-    name = rng.choice(list(shares))
-    return Choice(chosen_by(data, numbers[name]), parts[name], kinds=("split",))
+    return chosen_by(data, parts[rng.choice(list(shares))], "split")
 
 
 def choose_folds(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
@@ -187,18 +176,18 @@ def choose_folds(rng: random.Random, data: DataSet, index: wt.Index) -> Choice:
     inside = {str(at): numbers_of(val, data) for at, (_, val) in enumerate(folds)}
     check_parts(data, inside, dict.fromkeys(inside, 1 / count), by, stratify)
     for (train, _), val in zip(folds, inside.values(), strict=True):
-        outside = numbers_of(train, data)
-        assert sorted(outside + val) == sorted(data.by_number()), "a fold lacks samples"
-    at, side = rng.randrange(count), rng.randrange(2)
-    numbers = numbers_of(folds[at][side], data)
-    return Choice(chosen_by(data, numbers), folds[at][side], kinds=("folds",))
+        assert sorted(numbers_of(train, data) + val) == sorted(data.by_number()), (
+            "a fold lacks some"
+        )
+    return chosen_by(data, rng.choice(rng.choice(folds)), "folds")
 
 
-def chosen_by(data: DataSet, numbers: Sequence[int]) -> DataSet:
-    """Return the samples with these numbers. They must be in the order of the set."""
+def chosen_by(data: DataSet, selection: wt.Index, kind: str) -> Choice:
+    """Return the choice of a selection, whose samples must be in the order of the set."""
+    numbers = numbers_of(selection, data)
     chosen = data.only(numbers)
-    assert [sample.number for sample in chosen.samples] == list(numbers), "not in file order"
-    return chosen
+    assert [sample.number for sample in chosen.samples] == numbers, "not in file order"
+    return Choice(chosen, selection, kinds=(kind,))
 
 
 def check_parts(
@@ -228,44 +217,38 @@ def check_parts(
 # --- weights --------------------------------------------------------------------------------------
 
 
-def choose_weights(rng: random.Random, data: DataSet, choice: Choice) -> Choice:
-    """Weigh the samples by an array, a list or a column."""
-    chosen = choice.data.samples
+def choose_weights(
+    rng: random.Random, data: DataSet, choice: Choice, balance: bool = False
+) -> Choice:
+    """Weigh the samples by an array, a list or a column; or balance classes or owners."""
     # Of a condition of the loader, the weights are those of all samples.
-    given = data.samples if "where" in choice.options else chosen
-    weights: Any = "weight"
-    values = {sample.number: sample.weight for sample in given}
-    if "where" in choice.options or rng.random() < 0.6:
+    given = data.samples if "where" in choice.options else choice.data.samples
+    option: dict[str, Any]
+    if balance:
+        option = {"balance": rng.choice(("kind", "kind", "owner"))}
+        values = {sample.number: getattr(sample, option["balance"]) for sample in given}
+    elif "where" in choice.options or rng.random() < 0.6:
         values = {sample.number: rng.choice(WEIGHTS) for sample in given}
-        weights = rng.choice((list, np.array))(list(values.values()))
-    by_weight: dict[float, list[int]] = {}
-    for sample in chosen:
-        by_weight.setdefault(values[sample.number], []).append(sample.number)
-    exact = {sample.number: Fraction(values[sample.number]) for sample in chosen}
-    weighting = Weighting(exact, list(by_weight.values()))
-    if not weighting.total:
-        with pytest.raises(wt.PlanError, match="gives no sample in an epoch"):
-            wt.Loader(choice.source, weights=weights, batch_size=1, **choice.options)
-        return choice
-    kinds = (*choice.kinds, "weights")
-    more = choice.options | {"weights": weights}
-    return Choice(choice.data, choice.source, more, weighting, kinds)
-
-
-def choose_balance(rng: random.Random, data: DataSet, choice: Choice) -> Choice:
-    """Give each class, or owner, the same number of occurrences."""
-    column = rng.choice(("kind", "kind", "owner"))
+        option = {"weights": rng.choice((list, np.array))(list(values.values()))}
+    else:
+        values, option = {sample.number: sample.weight for sample in given}, {"weights": "weight"}
     groups: dict[Any, list[int]] = {}
     for sample in choice.data.samples:
-        groups.setdefault(getattr(sample, column), []).append(sample.number)
-    each = Fraction(len(choice.data.samples), len(groups))
-    weights = {number: each / len(group) for group in groups.values() for number in group}
-    weighting = Weighting(weights, list(groups.values()))
-    kinds = (*choice.kinds, "balance")
-    more = choice.options | {"balance": column}
-    return Choice(choice.data, choice.source, more, weighting, kinds)
+        groups.setdefault(values[sample.number], []).append(sample.number)
+    each, weights = Fraction(len(choice.data.samples), len(groups)), dict[int, Fraction]()
+    for value, group in groups.items():
+        weights |= dict.fromkeys(group, each / len(group) if balance else Fraction(value))
+    weighting, kinds = Weighting(weights, list(groups.values())), (*choice.kinds, *option)
+    options = choice.options | option
+    if weighting.total:
+        return Choice(choice.data, choice.source, options, weighting, kinds)
+    with pytest.raises(wt.PlanError, match="gives no sample in an epoch"):
+        wt.Loader(choice.source, batch_size=1, **options)
+    return choice
 
 
+choose_balance = partial(choose_weights, balance=True)
+choose_option = partial(choose_where, of_loader=True)
 KINDS = (
     (choose_where, None),
     (choose_option, choose_weights),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import numpy as np
 from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import npy
-from tests.oracle.data_set import CLASSES, DataSet, draw_data_set, write
+from tests.conftest import encoded, npy
+from tests.oracle.data_set import CLASSES, draw_data_set, write
 
 WORDS = ("ant", "bee", "Cat", "dog fish", "été", "10")
 NOISE = (".DS_Store", "notes.txt", "._0.png", "Thumbs.db")
@@ -58,38 +57,48 @@ class Source:
     grouping: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
+    def item(self, fields: Mapping[str, Any], row: int | None = None) -> Item:
+        """Return the item of a packed sample, or of a row of a batch of samples."""
+        for name in self.field.split(";"):
+            if name in fields:
+                identity = fields[name] if row is None else fields[name][row]
+                if identity is not None:
+                    return self.by_identity[identity]
+        raise AssertionError(f"{[*fields]} has no {self.field}")
+
+    def __post_init__(self) -> None:
+        self.by_identity = {item.identity: item for item in self.items}
+        assert len(self.by_identity) == len(self.items)
+
 
 def draw_source(rng: random.Random, folder: Path) -> Source:
-    """Return a source of a random kind below `folder`."""
     folder.mkdir(parents=True)
     return rng.choice((draw_folder, draw_table, draw_arrays, draw_iterable, draw_tars))(rng, folder)
 
 
 def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
-    """Return an image with unique bytes."""
-    file = io.BytesIO()
     pixels = np.frombuffer(rng.randbytes(7 * 5 * 3), np.uint8).reshape(7, 5, 3)
-    Image.fromarray(pixels).save(file, form, quality=95)
-    return file.getvalue()
+    return encoded(Image.fromarray(pixels), form, quality=95)
 
 
-def draw_groups(rng: random.Random, count: int) -> list[str]:
-    """Return the group of each of `count` items; "" for an item that is a group by itself.
+def draw_groups(rng: random.Random, items: list[Item]) -> None:
+    """Draw the group of each item; "" for an item that is a group by itself.
 
     All groups have different sizes: the documented order of groups, by size, leaves no choice.
     """
     sizes = list[int]()
-    while sum(sizes) + len(sizes) + 1 <= count:
+    while sum(sizes) + len(sizes) + 1 <= len(items):
         sizes.append(len(sizes) + 1)
     if not sizes:
-        return []
-    sizes[-1] += count - sum(sizes)
+        return
+    sizes[-1] += len(items) - sum(sizes)
     names = [f"{rng.choice(WORDS)} {size}" for size in sizes]
     if sizes[0] == 1 and rng.random() < 0.5:
         names[0] = ""
     groups = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
     rng.shuffle(groups)
-    return groups
+    for item, group in zip(items, groups, strict=True):
+        item.group = group
 
 
 def draw_folder(rng: random.Random, folder: Path) -> Source:
@@ -98,15 +107,12 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
     for name in rng.sample(WORDS, rng.randrange(1, len(WORDS))):
         for number in range(rng.randrange(1, 12)):
             form, ending = rng.choice((("PNG", "png"), ("JPEG", "jpg"), ("JPEG", "JPEG")))
-            data = draw_image(rng, form)
             below = folder / name / rng.choice(("", "", "deep", "a.b"))
             below.mkdir(parents=True, exist_ok=True)
-            path = below / rng.choice(
-                (f"{number}.{ending}", f"{number}.x.{ending}", f"ü {number}.{ending}")
-            )
-            path.write_bytes(data)
-            paths.append(path)
-            items.append(Item(data, {}, {"label": name}))
+            stem = rng.choice((f"{number}", f"{number}.x", f"ü {number}"))
+            items.append(Item(draw_image(rng, form), {}, {"label": name}))
+            paths.append(below / f"{stem}.{ending}")
+            paths[-1].write_bytes(items[-1].identity)
         if rng.random() < 0.3:
             (folder / name / rng.choice(NOISE)).write_bytes(b"nothing")
 
@@ -114,83 +120,59 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
         path = rng.choice(paths)
         path.write_bytes(draw_image(rng, "PNG" if path.suffix == ".png" else "JPEG"))
 
-    return Source(
-        "folder",
-        "png;jpg;jpeg",
-        items,
-        lambda out, **options: wt.convert_folder(str(folder), out, **options),
-        change=change,
-    )
+    convert = partial(wt.convert_folder, str(folder))
+    return Source("folder", "png;jpg;jpeg", items, convert, change=change)
 
 
 def draw_table(rng: random.Random, folder: Path) -> Source:
     """A CSV of paths and labels; some images are missing, some labels are empty."""
-    items, bad, rows, good = [], 0, list[list[str]](), list[list[str]]()
-    words = rng.sample(WORDS[:-1], rng.randrange(2, len(WORDS)))
+    items, rows, good = list[Item](), list[dict[str, str]](), list[dict[str, str]]()
+    words, is_absolute = rng.sample(WORDS[:-1], rng.randrange(2, len(WORDS))), rng.random() < 0.3
     (folder / "images").mkdir()
-    absolute = rng.random() < 0.3
     for number in range(rng.randrange(3, 40)):
-        data = draw_image(rng)
-        path = folder / "images" / f"{number:03d}.png"
-        kind, angle, text = (
-            rng.choice(words),
-            round(rng.uniform(-1, 1), 4),
-            rng.choice(('say "x"', "a,b", "00123", "\n", "")),
-        )
+        item = Item(draw_image(rng), {}, {"kind": rng.choice(words)})
+        item.labels["angle"] = round(rng.uniform(-1, 1), 4)
+        name = f"images/{number:03d}.png"
+        row = {"file": str(folder / name) if is_absolute else name}
+        row |= {label: str(value) for label, value in item.labels.items()}
+        row["text"] = rng.choice(('say "x"', "a,b", "00123", "\n", ""))
+        row["owner"] = rng.choice(WORDS)  # replaced in good rows
         fault = rng.choice((None,) * 12 + ("missing", "empty label", "no number"))
+        row |= {"empty label": {"kind": ""}, "no number": {"angle": "oops"}}.get(fault or "", {})
         if fault != "missing":
-            path.write_bytes(data)
-        bad += fault is not None
-        shown = str(path) if absolute else f"images/{number:03d}.png"
-        rows.append(
-            [
-                shown,
-                "" if fault == "empty label" else kind,
-                "oops" if fault == "no number" else str(angle),
-                text,
-                rng.choice(WORDS),  # replaced in good rows
-            ]
-        )
+            (folder / name).write_bytes(item.identity)
+        rows.append(row)
         if fault is None:
-            good.append(rows[-1])
-            items.append(Item(data, {}, {"kind": kind, "angle": angle}))
-    for row, item, group in zip(good, items, draw_groups(rng, len(good)), strict=True):
-        row[4] = item.group = group
+            good.append(row)
+            items.append(item)
+    draw_groups(rng, items)
+    for row, item in zip(good, items, strict=True):
+        row["owner"] = item.group
 
     def write_rows() -> None:
         with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["file", "kind", "angle", "text", "owner"], *rows])
-
-    write_rows()
-
-    def convert(out: str, **options: Any) -> wt.Index:
-        convert_options = {"on_error": "skip", **options}
-        labels = ["kind:class", "angle:number"]
-        return wt.convert_table(
-            str(folder / "table.csv"), out, image="file", label=labels, **convert_options
-        )
+            csv.writer(file).writerows([[*rows[0]], *(row.values() for row in rows)])
 
     def change() -> None:
-        good[0][3] += "another text"
+        good[0]["text"] += "another text"
         write_rows()
 
-    grouping = {"group_by": "owner"}
+    write_rows()
+    options: dict[str, Any] = {"image": "file", "label": ["kind:class", "angle:number"]}
+    convert = partial(wt.convert_table, str(folder / "table.csv"), **options, on_error="skip")
+    bad, grouping = len(rows) - len(good), {"group_by": "owner"}
     return Source("table", "png", items, convert, bad, change, "kind", grouping)
 
 
 def draw_arrays(rng: random.Random, folder: Path) -> Source:
     """Arrays of one length in .npy files or in memory, with class numbers."""
-    count = rng.randrange(2, 60)
+    count, names = rng.randrange(2, 60), ["zero", "one", "two"]
     values = np.random.default_rng(rng.getrandbits(64))
-    x = values.integers(0, 1 << 62, (count, 4))
-    labels = values.integers(0, 3, count)
+    x, labels = values.integers(0, 1 << 62, (count, 4)), values.integers(0, 3, count)
     labels[: min(3, count)] = np.arange(min(3, count))
     x[:, 0] = np.arange(count)
-    names = ["zero", "one", "two"]
-    items = [
-        Item(npy(row), {}, {"label": names[label]})
-        for row, label in zip(x, labels.tolist(), strict=True)
-    ]
+    pairs = zip(x, labels.tolist(), strict=True)
+    items = [Item(npy(row), {}, {"label": names[label]}) for row, label in pairs]
     arrays: dict[str, Any] = {"x": x, "cls": labels}
     if rng.random() < 0.6:
         for name, array in arrays.items():
@@ -202,89 +184,63 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
         if isinstance(arrays["x"], str):
             np.save(folder / "x.npy", x)
 
-    return Source(
-        "arrays",
-        "x.npy",
-        items,
-        lambda out, **options: wt.convert_arrays(arrays, out, classes=names, **options),
-        change=change,
-    )
+    convert = partial(wt.convert_arrays, arrays, classes=names)
+    return Source("arrays", "x.npy", items, convert, change=change)
 
 
 def draw_iterable(rng: random.Random, folder: Path) -> Source:
     """Samples of a generator: bytes, texts, arrays, class numbers, with or without keys."""
-    items, samples = [], []
-    keyed = rng.random() < 0.5
+    items, samples = list[Item](), list[dict[str, Any]]()
+    is_keyed = rng.random() < 0.5
     for number in range(rng.randrange(1, 60)):
-        data = draw_image(rng)
-        label = rng.randrange(3)
-        document = {"n": number, "ü": [1, None, "x"]}
-        sample: dict[str, Any] = {
-            "png": data,
-            "cls": label,
-            "txt": f"text {number}",
-            "json": document,
-        }
-        if keyed:
+        label, text = rng.randrange(3), f"text {number}"
+        items.append(Item(draw_image(rng), {"txt": text.encode()}, {"label": WORDS[label]}))
+        sample: dict[str, Any] = {"png": items[-1].identity, "cls": label, "txt": text}
+        sample["json"] = {"n": number, "ü": [1, None, "x"]}
+        if is_keyed:
             sample["__key__"] = rng.choice((f"key-{number}", f"a.b/{number}", f"{number // 2}"))
         samples.append(sample)
-        items.append(Item(data, {"txt": f"text {number}".encode()}, {"label": WORDS[label]}))
-    for item, group in zip(items, draw_groups(rng, len(items)), strict=True):
-        item.group = group
+    draw_groups(rng, items)
 
-    def stream() -> Iterator[dict[str, Any]]:
-        yield from samples
+    def convert(out: str, **options: Any) -> wt.Index:
+        return wt.pack((sample for sample in samples), out, classes=list(WORDS[:3]), **options)
 
-    return Source(
-        "iterable",
-        "png",
-        items,
-        lambda out, **options: wt.pack(stream(), out, classes=list(WORDS[:3]), **options),
-        grouping={"group": lambda sample: items[sample["json"]["n"]].group},
-    )
+    grouping = {"group": lambda sample: items[sample["json"]["n"]].group}
+    return Source("iterable", "png", items, convert, grouping=grouping)
 
 
 def draw_tars(rng: random.Random, folder: Path) -> Source:
     """Shards written by another program, selected, and with fields dropped or renamed."""
-    data: DataSet = draw_data_set(rng)
-    labeled = rng.random() < 0.5
+    data, labeled, tars = draw_data_set(rng), rng.random() < 0.5, folder / "tars"
 
     def lay() -> None:
-        write(data, folder / "tars", rng)
+        write(data, tars, rng)
         if labeled:
-            wt.index(str(folder / "tars"), label="cls", classes=CLASSES)
+            wt.index(str(tars), label="cls", classes=CLASSES)
 
     lay()
-    select = rng.choice((None, None, "cls == 1", "json.angle > 0 and cls != 2", "has.bin"))
-    chosen = {
-        None: lambda s: True,
-        "cls == 1": lambda s: s.label == 1,
-        "json.angle > 0 and cls != 2": lambda s: s.angle > 0 and s.label != 2,
-        "has.bin": lambda s: "bin" in s.fields,
-    }[select]
-    drop = rng.choice(((), ("npy",), ("bin", "json")))
-    rename = rng.choice(({}, {"png": "image.png"}))
+    select, holds = rng.choice(
+        (
+            *((None, lambda s: True),) * 2,
+            ("cls == 1", lambda s: s.label == 1),
+            ("json.angle > 0 and cls != 2", lambda s: s.angle > 0 and s.label != 2),
+            ("has.bin", lambda s: "bin" in s.fields),
+        )
+    )
+    chosen = [sample for sample in data.samples if holds(sample)]
+    drop, rename = rng.choice(((), ("npy",), ("bin", "json"))), rng.choice(({}, {"png": "i.png"}))
     items = []
-    for sample in filter(chosen, data.samples):
+    for sample in chosen:
         fields = {rename.get(n, n): v for n, v in sample.fields.items() if n not in drop}
         labels: dict[str, str | float] = {"label": CLASSES[sample.label]} if labeled else {}
         items.append(Item(sample.fields["number"], fields, labels))
 
-    def convert(out: str, **options: Any) -> wt.Index:
-        fields = {"where": select, "drop": drop, "rename": rename}
-        return wt.convert_tars(str(folder / "tars"), out, **fields, **options)
-
     def change() -> None:
-        sample = rng.choice([sample for sample in data.samples if chosen(sample)])
-        sample.fields["number"] += b"000000"
+        rng.choice(chosen).fields["number"] += b"000000"
         lay()
 
+    convert = partial(wt.convert_tars, str(tars), where=select, drop=drop, rename=rename)
+    is_unknown = "bin" in drop and not any("bin" in sample.fields for sample in data.samples)
+    refused = "no shard has a field 'bin'" if is_unknown else None
     classes = "label" if labeled else None
-    unknown = "bin" in drop and not any("bin" in sample.fields for sample in data.samples)
-    refused = "no shard has a field 'bin'" if unknown else None
     return Source("tars", "number", items, convert, change=change, classes=classes, refused=refused)
-
-
-def document_of(fields: dict[str, bytes]) -> Any:
-    """The sample's json field, parsed."""
-    return json.loads(fields["json"])

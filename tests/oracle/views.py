@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import wdstrain as wt
-from tests.oracle.data_set import CLASSES, LARGE, SHAPE, DataSet, Sample
+from tests.oracle.data_set import CLASSES, LARGE, SHAPE, SIDES, DataSet, Sample
 
 # field that a view decodes -> bytes which no decoder accepts
 BROKEN = {
@@ -20,19 +20,21 @@ BROKEN = {
     "png": b"\x89PNG\r\n\x1a\n cut off",
     "json": b'{"angle": ',
 }
+DECODED = {
+    "tensors": ("cls", "npy", "png"),
+    "lists": ("npy", "png", "json"),
+    "transform": ("json",),
+    "collated transform": ("json",),
+    "raw": ("cls", "npy"),
+}
 
 
 def example(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's transform."""
-    return {
-        "number": int(sample["number"]),
-        "sum": zlib.crc32(sample["png"]),
-        "angle": json.loads(sample["json"])["angle"],
-    }
+    number, angle = int(sample["number"]), json.loads(sample["json"])["angle"]
+    return {"number": number, "sum": zlib.crc32(sample["png"]), "angle": angle}
 
 
 def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """A user's transform with random numbers."""
     return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
 
 
@@ -49,42 +51,31 @@ def collated(examples: list[Any]) -> dict[str, Any]:
     return {**whole, "examples": examples}
 
 
-def options(view: str) -> dict[str, Any]:
-    """The arguments of `wt.Loader` for this view."""
-    if view == "bytes":
-        return {}
-    if view == "transform":
-        return {"transform": example}
-    if view == "collated transform":
-        return {"transform": as_tuple, "collate_fn": collated}
-    if view == "random transform":
-        return {"transform": random_example}
-    fields: dict[str, Any] = {"number": wt.text("number")}
-    if view == "raw":
-        fields |= {"x": wt.array("npy", shape=LARGE, dtype="float64"), "label": wt.label()}
-    elif view == "tensors":
-        fields |= {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
-        fields |= {"image": wt.image("png", size=SIDE)}
-        fields |= {"crop": wt.image("png", size=(4, 6), augment="rrc+flip")}
-    else:
-        fields |= {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
-        fields |= {"angle": wt.number("json.angle")}
-        fields |= {"kind": wt.label("json.kind", classes=CLASSES)}
-    return {"fields": fields}
-
-
-SIDE = (5, 7)
-VIEWS = ("bytes", "transform", "collated transform", "random transform", "tensors", "lists")
-DECODED = {
-    "tensors": ("cls", "npy", "png"),
-    "lists": ("npy", "png", "json"),
-    "transform": ("json",),
-    "collated transform": ("json",),
-    "raw": ("cls", "npy"),
+NUMBER: dict[str, Any] = {"number": wt.text("number")}
+# The arguments of `wt.Loader` for each view but "raw", which needs a set of raw arrays
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bytes": {},
+    "transform": {"transform": example},
+    "collated transform": {"transform": as_tuple, "collate_fn": collated},
+    "random transform": {"transform": random_example},
+    "tensors": {
+        "fields": NUMBER
+        | {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
+        | {"image": wt.image("png", size=SIDES)}
+        | {"crop": wt.image("png", size=(4, 6), augment="rrc+flip")}
+    },
+    "lists": {
+        "fields": NUMBER
+        | {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
+        | {"angle": wt.number("json.angle"), "kind": wt.label("json.kind", classes=CLASSES)}
+    },
 }
+VIEWS = tuple(OPTIONS)
+ARRAY = wt.array("npy", shape=LARGE, dtype="float64")
+OPTIONS["raw"] = {"fields": NUMBER | {"x": ARRAY, "label": wt.label()}}
 
 
-def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
+def rows(batch: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the samples of a batch, row by row; padding counts as a row."""
     return [int(number) for number in batch["number"]]
 
@@ -94,12 +85,9 @@ def drawn(batch: Mapping[str, Any]) -> list[Any]:
     return [batch[name].tolist() for name in ("drawn", "crop", "__rng__") if name in batch]
 
 
-def compare(
-    view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[str, ...] = ()
-) -> None:
-    """Assert that every row holds the values of its sample in the model."""
+def compare(view: str, batch: Mapping[str, Any], data: DataSet) -> None:
     by_number = data.by_number()
-    for row, number in enumerate(rows(view, batch)):
+    for row, number in enumerate(rows(batch)):
         sample = by_number[number]
         assert batch["__key__"][row] == sample.key
         if view == "bytes":
@@ -112,27 +100,21 @@ def compare(
             if "examples" in batch:
                 assert len(batch["examples"][row][3]) == number % 5
         else:
-            _compare_values(view, batch, row, sample, classes)
+            compare_values(view, batch, row, sample)
 
 
-def _compare_values(
-    view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]
-) -> None:
+def compare_values(view: str, batch: Mapping[str, Any], row: int, sample: Sample) -> None:
     assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
     if view == "tensors":
         for image in (batch["image"], batch["crop"]):
             assert image.dtype == torch.uint8
             assert image.is_contiguous(memory_format=torch.channels_last)
-    if view in ("raw", "tensors"):
-        assert batch["label"].dtype == torch.int64
     if view != "raw":
         assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
-    if view in ("raw", "tensors"):
-        label = int(batch["label"][row])
-        assert (classes[label] if classes else label) == (
-            CLASSES[sample.label] if classes else sample.label
-        )
-    else:
+    if view == "lists":
         assert batch["document"][row]["number"] == sample.number
-        assert float(batch["angle"][row]) == float(torch.tensor(sample.angle, dtype=torch.float32))
+        assert float(batch["angle"][row]) == float(np.float32(sample.angle))
         assert int(batch["kind"][row]) == sample.label
+    else:
+        assert batch["label"].dtype == torch.int64
+        assert int(batch["label"][row]) == sample.label

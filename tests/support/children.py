@@ -37,9 +37,7 @@ class Program:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python warns of a fork with threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
             self.pid = os.fork()
         if self.pid == 0:
             os.dup2(writing, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import tarfile
 import warnings
 from pathlib import Path
@@ -33,13 +34,12 @@ def write_members(path: Path, members: list[tuple[str, bytes]], *, format: int =
 
 def write_set(folder: Path, counts: list[int], ending: str = ".tar") -> str:
     """Write shards of `counts` samples `key.cls` and `key.txt`. Returns their brace pattern."""
-    number = 0
+    numbers = itertools.count()
     for shard, count in enumerate(counts):
-        members = []
-        for _ in range(count):
-            members += [(f"d/s{number:04d}.cls", b"%d" % (number % 3))]
-            members += [(f"d/s{number:04d}.txt", b"text %d" % number)]
-            number += 1
+        members = list[tuple[str, bytes]]()
+        for n in itertools.islice(numbers, count):
+            members.append((f"d/s{n:04d}.cls", b"%d" % (n % 3)))
+            members.append((f"d/s{n:04d}.txt", b"text %d" % n))
         write_members(folder / f"part-{shard:03d}{ending}", members)
     return f"{folder}/part-{{000..{len(counts) - 1:03d}}}{ending}"
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.support.servers import Handler, Served, serving
 
 TOKEN = "hf_secret"
-_PAGE = 2  # entries of a page of a list
+PAGE = 2  # entries of a page of a list
 
 
 @dataclass
@@ -45,19 +45,15 @@ def serving_hub(root: Path, name: str, revision: str = "main") -> Iterator[Hub]:
                 self.answer(404, b"{}", {})
 
         def answer_list(self, first: int) -> None:
-            paths = sorted(root.rglob("*"))
+            paths, following = sorted(root.rglob("*")), first + PAGE
+            kinds = {True: "directory", False: "file"}
             rows = [
-                {
-                    "type": "directory" if path.is_dir() else "file",
-                    "path": path.relative_to(root).as_posix(),
-                }
-                for path in paths[first : first + _PAGE]
+                {"type": kinds[path.is_dir()], "path": path.relative_to(root).as_posix()}
+                for path in paths[first:following]
             ]
-            following = first + _PAGE
             link = f'<{hub.url}{tree}?recursive=true&cursor={following}>; rel="next"'
             headers = {"Link": link} if following < len(paths) else {}
             self.answer(200, json.dumps(rows).encode(), headers)
 
     with serving(root) as files, serving(root, handled_by=HubHandler) as served:
-        hub = Hub(served.url, files)
-        yield hub
+        yield (hub := Hub(served.url, files))

@@ -12,19 +12,17 @@ import pyarrow as pa
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Offsets, Row
 
-_PARTS = ("offset", "size", "crc32")
-
 
 def with_column(index: Index, field: str | None, part: str, values: Any) -> Index:
     """Return the index with other values in a column of a field; of the samples if it is None."""
-    place = 1 + _PARTS.index(part)
+    place = 1 + ("offset", "size", "crc32").index(part)
     if field is not None:
         place += 2 + 3 * index.fields.index(field)
     rows = index.offsets.rows
-    columns = list(rows.columns)
-    columns[place] = pa.array(values, rows.schema.types[place])
-    lying = pa.RecordBatch.from_arrays(columns, schema=rows.schema)
-    return replace(index, offsets=replace(index.offsets, rows=lying))
+    rows = rows.set_column(
+        place, rows.schema.field(place), pa.array(values, rows.schema.types[place])
+    )
+    return replace(index, offsets=replace(index.offsets, rows=rows))
 
 
 def with_checksums(index: Index) -> Index:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -24,13 +23,10 @@ from types import FrameType
 from typing import Any
 
 import wdstrain as wt
+from tests.conftest import live_threads_and_children
 
 PATIENCE = 60.0  # seconds until a loop counts as hanging
-SWALLOWED = (
-    "<genexpr>",
-    "__del__",
-    "_remove",
-)  # functions whose exceptions Python prints and drops
+SWALLOWED = ("<genexpr>", "__del__", "_remove")  # Python prints and drops their exceptions
 
 
 class Moments:
@@ -52,11 +48,6 @@ class Moments:
             if self.count == self.nth:
                 sys.setprofile(None)
                 signal.raise_signal(signal.SIGINT)
-
-
-def live_threads_and_children() -> list[str]:
-    threads = [item.name for item in threading.enumerate() if item.name.startswith("wdstrain")]
-    return threads + [str(child) for child in multiprocessing.active_children()]
 
 
 def interrupted(turn: Callable[[], None], nth: int, second: float | None) -> bool:
@@ -88,24 +79,15 @@ def interrupted(turn: Callable[[], None], nth: int, second: float | None) -> boo
 
 
 def main() -> None:
-    urls, options, count, seed, twice = (
-        sys.argv[1],
-        json.loads(sys.argv[2]),
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-        sys.argv[5] == "twice",
-    )
-    rng = random.Random(seed)
+    urls, given, count, seed, word = sys.argv[1:]
+    options, rng, is_twice = json.loads(given), random.Random(int(seed)), word == "twice"
     kind = options.pop("kind")
     if kind == "transform":
         options["transform"] = lambda sample: {"n": int(sample["cls"])}
     elif kind == "array":
         options["fields"] = {"x": wt.array("x.npy", shape=(2048,), dtype="int32")}
-
-    def new_loader() -> wt.Loader:
-        return wt.Loader(urls, batch_size=2, multiprocessing_context="fork", **options)
-
-    loader: wt.Loader | None = new_loader()
+    options |= {"batch_size": 2, "multiprocessing_context": "fork"}
+    loader: wt.Loader | None = wt.Loader(urls, **options)
 
     def turn() -> None:
         for _ in range(2):
@@ -116,22 +98,17 @@ def main() -> None:
     assert loader is not None
     promised = [batch["__key__"] for batch in loader.epoch(0)]
     ended = 0
-    for number in range(count):
-        loader = new_loader()
+    for number in range(int(count)):
+        about, loader = f"after interrupt {number}", wt.Loader(urls, **options)
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        ended += interrupted(
-            turn, rng.randrange(1, moments.count), rng.uniform(0, 0.002) if twice else None
-        )
-        assert [batch["__key__"] for batch in loader.epoch(0)] == promised, (
-            f"after interrupt {number}"
-        )
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
-            f"after interrupt {number}"
-        )
+        second = rng.uniform(0, 0.002) if is_twice else None
+        ended += interrupted(turn, rng.randrange(1, moments.count), second)
+        assert [batch["__key__"] for batch in loader.epoch(0)] == promised, about
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, about
         loader = None
         if live_threads_and_children():  # the traceback keeps the loader until a collection
             gc.collect()
-        assert not live_threads_and_children(), f"after interrupt {number}"
+        assert not live_threads_and_children(), about
         faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"moments": moments.count, "interrupted": ended}))
 

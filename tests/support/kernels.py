@@ -43,19 +43,16 @@ class Kernel:
         *,
         fails: bool = False,
         seconds: float = 60,
-        on_text: Callable[[str], None] | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
     ) -> Shown:
-        """Run a cell. fails: it ends with an error. on_text: called with the printed text whenever
-        it grows.
-        """
+        """Run a cell. fails: with an error. on_text: called with the printed text as it grows."""
         shown = Shown()
 
         def hook(message: dict[str, Any]) -> None:
             content = message["content"]
             if message["msg_type"] == "stream":
                 shown.streams[content["name"]] += content["text"]
-                if on_text is not None:
-                    on_text(shown.streams[content["name"]])
+                on_text(shown.streams[content["name"]])
             elif message["msg_type"] in ("display_data", "execute_result"):
                 shown.displays.append(content["data"])
             elif message["msg_type"] == "update_display_data":

@@ -8,7 +8,6 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,11 +47,6 @@ def watched_calls(
         yield
 
 
-def bytes_read() -> int:
-    """Return the bytes that this process has read from files, in compiled code too."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 @contextmanager
 def recorded_reads(pattern: str = "") -> Iterator[list[tuple[str, int, int]]]:
     """Record the (path, offset, length) of reads by Python code.
@@ -61,28 +55,19 @@ def recorded_reads(pattern: str = "") -> Iterator[list[tuple[str, int, int]]]:
     """
     reads: list[tuple[str, int, int]] = []
 
-    def recorded(function: Callable[..., bytes]) -> Callable[..., bytes]:
-        def call(fd: int, length: int, *offset: int) -> bytes:
-            path = path_of(fd)
-            if re.search(f"(?:{pattern})$", path):
-                place = offset[0] if offset else os.lseek(fd, 0, os.SEEK_CUR)
-                reads.append((path, place, length))
-            return function(fd, length, *offset)
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, wanted: Any, *more: int) -> Any:
+            place = more[0] if more else os.lseek(fd, 0, os.SEEK_CUR)
+            result = function(fd, wanted, *more)
+            if re.search(f"(?:{pattern})$", path_of(fd)):
+                reads.append((path_of(fd), place, wanted if isinstance(wanted, int) else result))
+            return result
 
         return call
 
-    preadv = os.preadv
-
-    def recorded_preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
-        count = preadv(fd, buffers, offset, flags)
-        if re.search(f"(?:{pattern})$", path_of(fd)):
-            reads.append((path_of(fd), offset, count))
-        return count
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", recorded_preadv)
-        patch.setattr(os, "read", recorded(os.read))
-        patch.setattr(os, "pread", recorded(os.pread))
+        for name in ("preadv", "read", "pread"):
+            patch.setattr(os, name, recorded(getattr(os, name)))
         yield reads
 
 

@@ -17,19 +17,12 @@ Box = list[float]  # x0, y0, x1, y1
 
 NAMES = ("red", "green", "blue")
 COLORS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255]])
-_GRAY = 90
+GRAY = 90
 
-_TURN = Image.Transpose
+TURNS: tuple[str, ...] = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE")
+TURNS += ("ROTATE_90", "TRANSVERSE", "ROTATE_270")
 # How an upright image is stored with this EXIF orientation.
-STORED_BY = {
-    2: _TURN.FLIP_LEFT_RIGHT,
-    3: _TURN.ROTATE_180,
-    4: _TURN.FLIP_TOP_BOTTOM,
-    5: _TURN.TRANSPOSE,
-    6: _TURN.ROTATE_90,
-    7: _TURN.TRANSVERSE,
-    8: _TURN.ROTATE_270,
-}
+STORED_BY = {orientation: Image.Transpose[name] for orientation, name in enumerate(TURNS, 2)}
 
 
 class Scene(NamedTuple):
@@ -60,7 +53,7 @@ class Scene(NamedTuple):
 
 def scene(rng: np.random.Generator, height: int, width: int, count: int = 3) -> Scene:
     """Return an image with `count` rectangles in columns of their own, so that none covers another."""
-    pixels = np.full((height, width, 3), _GRAY, np.uint8)
+    pixels = np.full((height, width, 3), GRAY, np.uint8)
     edges = np.linspace(0, width, count + 1).astype(int)
     boxes, names = list[Box](), list[str]()
     for number, (low, high) in enumerate(itertools.pairwise(edges)):
@@ -78,7 +71,7 @@ def seen(pixels: npt.NDArray[Any], label: int) -> Box | None:
     pixels: [h, w, 3], 0 to 255.
     """
     distance = np.abs(pixels.astype(float) - COLORS[label]).sum(-1)
-    rows, columns = np.nonzero(distance < np.abs(COLORS[label] - _GRAY).sum() / 2)
+    rows, columns = np.nonzero(distance < np.abs(COLORS[label] - GRAY).sum() / 2)
     if not len(rows):
         return None
     return [*map(float, (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1))]

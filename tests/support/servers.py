@@ -28,12 +28,11 @@ ALWAYS = 10_000  # requests of a test, at most
 
 @dataclass
 class Served:
-    """A running server. Before each response the next fault is called; if it returns True, it has
-    responded.
+    """A running server. A fault that returns True has responded in its place.
 
-    faulty: endings of the paths that have faults. sent: path and body size of each response. most: largest number of requests at the same time.
     says: header that identifies the version of a file: "strong" or "weak" ETag, "modified"
-    (Last-Modified), or "nothing".
+    (Last-Modified), or "nothing". faulty: endings of the paths that have faults. sent: path and
+    body size of each response. most: largest number of requests at the same time.
     """
 
     root: Path
@@ -78,37 +77,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = served.root / re.sub(r"^http://[^/]*", "", self.path).split("?")[0].lstrip("/")
         if not path.is_file():
             body = b"<html>not found</html>"
-            self.answer(200 if served.pages else 404, body, {"Content-Type": "text/html"})
-            return
-        size = path.stat().st_size
-        tag = f'"{hashlib.sha1(f"{path.stat().st_mtime_ns}-{size}".encode()).hexdigest()[:12]}"'
-        modified = self.date_time_string(int(path.stat().st_mtime))
-        says = {
+            return self.answer(200 if served.pages else 404, body, {"Content-Type": "text/html"})
+        size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
+        tag = f'"{hashlib.sha1(f"{time_ns}-{size}".encode()).hexdigest()[:12]}"'
+        version = {
             "strong": {"ETag": tag},
             "weak": {"ETag": f"W/{tag}"},
-            "modified": {"Last-Modified": modified},
+            "modified": {"Last-Modified": self.date_time_string(time_ns // 10**9)},
             "nothing": {},
-        }
-        version = says[served.says]
+        }[served.says]
         wanted = self.headers.get("If-Match")
         if wanted is not None and (wanted != version.get("ETag") or wanted.startswith("W/")):
-            self.answer(412, b"", version)
-            return
+            return self.answer(412, b"", version)
         if self.headers.get("If-None-Match", "") == version.get("ETag"):
-            self.answer(304, b"", version)
-            return
-        ranged_ = (
-            re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            if served.ranges
-            else None
-        )
-        start, stop = (
-            (int(ranged_[1]), min(size, int(ranged_[2] or size - 1) + 1)) if ranged_ else (0, size)
-        )
+            return self.answer(304, b"", version)
+        start, stop = 0, size
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if asked and served.ranges:
+            start, stop = int(asked[1]), min(size, int(asked[2] or size - 1) + 1)
         fault = served.next_fault() if path.suffix in served.faulty else None
-        if fault is not None and fault(self, path, start, stop):
-            return
-        self.answer_range(path, start, stop, version)
+        if fault is None or not fault(self, path, start, stop):
+            self.answer_range(path, start, stop, version)
 
     @property
     def is_ranged(self) -> bool:
@@ -124,26 +113,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(
         self, status: int, body: bytes, headers: dict[str, str], *, length: int | None = None
     ) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
-        self.end_headers()
+        size = str(len(body) if length is None else length)
+        self.send_head(status, {**headers, "Content-Length": size})
         body = b"" if self.command == "HEAD" else body
         with self.served.lock:
             self.served.sent.append((self.path, len(body)))
         self.wfile.write(body)
 
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
     def begin(self, path: Path, start: int, stop: int, *, chunked: bool = False) -> bytes:
         """Send the header of a range response; return the bytes that should follow."""
-        self.send_response(206 if self.is_ranged else 200)
-        if self.is_ranged:
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
-        if chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        else:
-            self.send_header("Content-Length", str(stop - start))
-        self.end_headers()
+        size = (
+            {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(stop - start)}
+        )
+        place = {"Content-Range": f"bytes {start}-{stop - 1}/{path.stat().st_size}"}
+        self.send_head(206 if self.is_ranged else 200, size | (place if self.is_ranged else {}))
         return path.read_bytes()[start:stop]
 
     def drop(self, *, reset: bool) -> None:
@@ -161,15 +150,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Log no request."""
 
 
-def cut(after: int, *, reset: bool = False) -> Fault:
-    """Close the connection after this many bytes of the body."""
+def responds(send: Callable[..., object]) -> Fault:
+    """Return the fault of a function that responds to a request."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        handler.wfile.write(handler.begin(path, start, stop)[:after])
-        handler.drop(reset=reset)
+        send(handler, path, start, stop)
         return True
 
     return fault
+
+
+def cut(after: int, *, reset: bool = False) -> Fault:
+    """Close the connection after this many bytes of the body."""
+
+    def send(handler: Handler, path: Path, start: int, stop: int) -> None:
+        handler.wfile.write(handler.begin(path, start, stop)[:after])
+        handler.drop(reset=reset)
+
+    return responds(send)
 
 
 def cut_in_headers() -> Fault:
@@ -180,40 +178,30 @@ def cut_in_headers() -> Fault:
 def end_in_headers(after: int, *, tagged: bool = True, reset: bool = False) -> Fault:
     """Close the connection after this many bytes of the response header."""
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        lines = [
-            "HTTP/1.1 206 Partial Content",
-            f"Content-Length: {stop - start}",
-            f"Content-Range: bytes {start}-{stop - 1}/{path.stat().st_size}",
-            *([f'ETag: "{path.stat().st_size}"'] if tagged else []),
-        ]
-        handler.wfile.write("\r\n".join(lines).encode()[:after])
+    def send(handler: Handler, path: Path, start: int, stop: int) -> None:
+        size = path.stat().st_size
+        head = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {stop - start}\r\n"
+        head += f"Content-Range: bytes {start}-{stop - 1}/{size}"
+        head += f'\r\nETag: "{size}"' if tagged else ""
+        handler.wfile.write(head.encode()[:after])
         handler.drop(reset=reset)
-        return True
 
-    return fault
+    return responds(send)
 
 
 def lead_to(address: str) -> Fault:
     """Redirect to another address."""
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    def send(handler: Handler, path: Path, *_: int) -> None:
         handler.answer(302, b"there", {"Location": f"{address}/{path.name}?sig=hush-elsewhere"})
-        return True
 
-    return fault
+    return responds(send)
 
 
 def status(code: int, body: bytes = b"busy", **headers: str) -> Fault:
     """Respond with this status."""
-
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        handler.answer(
-            code, body, {name.replace("_", "-"): value for name, value in headers.items()}
-        )
-        return True
-
-    return fault
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return responds(lambda handler, *_: handler.answer(code, body, named))
 
 
 def until(moment: float, fault: Fault) -> Fault:
@@ -224,35 +212,31 @@ def until(moment: float, fault: Fault) -> Fault:
 def stall(after: int, released: threading.Event) -> Fault:
     """Stop sending after this many bytes, until the test ends."""
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    def send(handler: Handler, path: Path, start: int, stop: int) -> None:
         handler.wfile.write(handler.begin(path, start, stop)[:after])
         handler.wfile.flush()
         released.wait(60)
         handler.drop(reset=False)
-        return True
 
-    return fault
+    return responds(send)
 
 
 def change(text: bytes) -> Fault:
     """Replace the object before this response."""
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    def send(handler: Handler, path: Path, *_: int) -> None:
         other = path.with_suffix(".new")
         other.write_bytes(text)
         other.replace(path)
         handler.answer(412 if handler.headers.get("If-Match") else 200, text, {"ETag": '"other"'})
-        return True
 
-    return fault
+    return responds(send)
 
 
 def requiring_no_version(handler: Handler, path: Path, start: int, stop: int) -> bool:
     """Fault: refuse If-Match, also with the server's own ETag, as some proxies do."""
-    if handler.headers.get("If-Match"):
-        handler.answer(412, b"", {})
-        return True
-    return False
+    is_refused = bool(handler.headers.get("If-Match"))
+    return is_refused and status(412, b"")(handler, path, start, stop)
 
 
 @dataclass
@@ -290,15 +274,14 @@ def pooled(*, strict: bool) -> Fault:
     """
     turns: dict[Path, Iterator[int]] = defaultdict(itertools.count)
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    def send(handler: Handler, path: Path, start: int, stop: int) -> None:
         tag = f'"server-{next(turns[path]) % 2}"'
         if strict and handler.headers.get("If-Match") not in (None, tag):
             handler.answer(412, b"", {"ETag": tag})
         else:
             handler.answer_range(path, start, stop, {"ETag": tag})
-        return True
 
-    return fault
+    return responds(send)
 
 
 def compressing(handler: Handler, path: Path, start: int, stop: int) -> bool:
@@ -313,15 +296,14 @@ def compressing(handler: Handler, path: Path, start: int, stop: int) -> bool:
 def in_chunks(size: int) -> Fault:
     """Send the body in chunks, without a length."""
 
-    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+    def send(handler: Handler, path: Path, start: int, stop: int) -> None:
         data = handler.begin(path, start, stop, chunked=True)
         for at in range(0, len(data), size):
-            piece = data[at : at + size]
-            handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            chunk = data[at : at + size]
+            handler.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
         handler.wfile.write(b"0\r\n\r\n")
-        return True
 
-    return fault
+    return responds(send)
 
 
 def fine() -> Fault:
@@ -345,9 +327,7 @@ def serving(
     server = http.server.ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may close
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,21 +80,22 @@ def small_image(number: int) -> bytes:
     return picture(number, size=(8, 8))
 
 
-def two_classes(out: Path, count: int = 40, **options: Any) -> Path:
-    """Write a set of small images of the classes a and b, and return its folder."""
-    samples = ({"__key__": f"k{i:03d}", "png": small_image(i), "cls": i % 2} for i in range(count))
-    wt.pack(samples, out, classes=["a", "b"], **options)
+def write_set(out: Path, fields: Iterable[dict[str, Any]], **options: Any) -> Path:
+    """Write a set of small images with these fields, and return its folder."""
+    samples = ({"__key__": f"k{i:03d}", "png": small_image(i), **f} for i, f in enumerate(fields))
+    wt.pack(samples, out, **options)
     return out
+
+
+def two_classes(out: Path, count: int = 40, **options: Any) -> Path:
+    """Write a set of small images of the classes a and b."""
+    return write_set(out, ({"cls": i % 2} for i in range(count)), classes=["a", "b"], **options)
 
 
 def numbers(out: Path, values: Sequence[float], name: str = "y") -> Path:
-    """Write a set of small images with the label `name`, and return its folder."""
-    samples = (
-        {"__key__": f"k{i:03d}", "png": small_image(i), "json": {name: value}}
-        for i, value in enumerate(values)
-    )
-    wt.pack(samples, out, labels=[wt.Label(name, "number", "json", name)])
-    return out
+    """Write a set of small images with the label `name`."""
+    labels = [wt.Label(name, "number", "json", name)]
+    return write_set(out, ({"json": {name: value}} for value in values), labels=labels)
 
 
 # A label y of each kind, and its value for each sample
@@ -109,11 +110,9 @@ KINDS: dict[str, tuple[wt.Label, Callable[[int], Any]]] = {
 
 def of_kind(out: Path, kind: str) -> Path:
     """Write a set of 16 small images with a label y of a kind, if it is not there yet."""
-    if not out.exists():
-        label, value = KINDS[kind]
-        samples = ({"png": small_image(i), "json": {"y": value(i)}} for i in range(16))
-        wt.pack(samples, out, labels=[label])
-    return out
+    label, value = KINDS[kind]
+    fields = ({"json": {"y": value(i)}} for i in range(16))
+    return out if out.exists() else write_set(out, fields, labels=[label])
 
 
 def last(run: Path) -> Path:

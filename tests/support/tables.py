@@ -45,18 +45,19 @@ def write_pictures(folder: Path, numbers: Iterable[int], **options: Any) -> Path
 
 def write_table(path: Path, form: str, **columns: list[Any]) -> Any:
     """Write a table, and return what `convert_table` takes. path: without an extension."""
-    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     if form == "frame":
         return pandas.DataFrame(columns)
+    rows = list(zip(*columns.values(), strict=True))
     path = path.with_name(f"{path.name}.{form}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "parquet":
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     elif form == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        lines = (json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+        path.write_text("".join(lines), encoding="utf-8")
     else:
         with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([list(columns), *(row.values() for row in rows)])
+            csv.writer(file).writerows([list(columns), *rows])
     return path
 
 
@@ -67,8 +68,7 @@ def read_members(out: Path) -> dict[str, bytes]:
         with tarfile.open(path) as tar:
             for member in tar:
                 file = tar.extractfile(member)
-                assert file is not None
-                assert member.name not in members
+                assert file is not None and member.name not in members  # noqa: PT018
                 members[member.name] = file.read()
     return members
 
@@ -76,13 +76,6 @@ def read_members(out: Path) -> dict[str, bytes]:
 def read_samples(out: Path) -> dict[str, dict[str, bytes]]:
     """Return {key: {field: bytes}} of every shard of a folder, by webdataset."""
     return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
-
-
-def skipped_rows(out: Path) -> dict[int, str]:
-    """Return {row: reason} of the samples that a conversion skipped."""
-    path = out / "skipped.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["row"]: row["reason"] for row in map(json.loads, lines)}
 
 
 def read_json(out: Path) -> list[dict[str, Any]]:
@@ -132,7 +125,10 @@ class Tables:
 
     @property
     def skipped(self) -> dict[int, str]:
-        return skipped_rows(self.out)
+        """{row: reason} of the samples that the conversion skipped."""
+        path = self.out / "skipped.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {row["row"]: row["reason"] for row in map(json.loads, lines)}
 
     def entries(self, name: str) -> dict[str, Any]:
         """Return {key: the json entry `name`}."""

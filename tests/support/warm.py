@@ -24,31 +24,17 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from wdstrain.cli import main
 
 NAMES = ("wdstrain", "snippet")
 # Imported before the first call. pyarrow imports pandas when it makes an array.
-IMPORTED = (
-    "h5py",
-    "pandas",
-    "pyarrow.csv",
-    "pyarrow.parquet",
-    "torch.utils.tensorboard",
-    "torchmetrics",
-    "torchvision.transforms.v2",
-    "wdstrain.conversion.api",
-    "wdstrain.inspection.plan",
-    "wdstrain.inspection.info",
-    "wdstrain.inspection.show",
-    "wdstrain.inspection.verify",
-    "wdstrain.training.train",
-    "wdstrain.training.evaluate",
-    "wdstrain.tuning.bench",
-)
-
-_CLIENT = """#!{python} -IS
+IMPORTED: tuple[str, ...] = ("h5py", "pandas", "pyarrow.csv", "pyarrow.parquet", "torchmetrics")
+IMPORTED += ("torch.utils.tensorboard", "torchvision.transforms.v2", "wdstrain.conversion.api")
+IMPORTED += tuple(f"wdstrain.inspection.{name}" for name in ("plan", "info", "show", "verify"))
+IMPORTED += ("wdstrain.training.train", "wdstrain.training.evaluate", "wdstrain.tuning.bench")
+CLIENT = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -65,15 +51,13 @@ def warm(folder: Path) -> Iterator[Path]:
     """Yield a folder for the front of PATH, with `wdstrain` and `snippet`."""
     address = f"\0wdstrain-guides-{os.getpid()}-{os.urandom(8).hex()}"
     for name in NAMES:
-        (folder / name).write_text(
-            _CLIENT.format(python=sys.executable, address=address, name=name)
-        )
+        text = CLIENT.format(python=sys.executable, address=address, name=name)
+        (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     run = [sys.executable, "-m", "tests.support.warm", address[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        run, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
+    options: dict[str, Any] = {"text": True, "start_new_session": True, "env": environment}
+    server = subprocess.Popen(run, stdout=subprocess.PIPE, **options)
     assert server.stdout is not None
     try:
         assert server.stdout.readline() == "ready\n"
