@@ -175,8 +175,9 @@ def test_texts_json_numbers_and_arrays_are_shown_by_type(tmp_path: Path) -> None
         "mp4": bytes(5000),
     }
     (seen,) = wt.peek(write_tar(tmp_path / "x.tar", [("a", sample)]))
-    assert (seen.text, seen.labels) == ("a cat on a mat", {"cls": "7"})
+    assert seen.labels == {"cls": "7"}
     assert seen.fields == {
+        "txt": "a cat on a mat",
         "json": "{angle: 0.25, kind: {of: [1, 2]}}",
         "mp4": "5 KB",
         "vector.npy": "float64[100]",
@@ -407,9 +408,8 @@ def test_show_writes_a_sheet_or_prints_a_table(packed: Path, tmp_path: Path, cap
     assert str(sheet) in printed
     assert main(["show", str(packed), "-n", "30"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (len(lines), lines[-1]) == (22, "... and 10 more")
     assert max(map(len, lines[1:])) <= 80
-    assert all(sample.key in "\n".join(lines) for sample in wt.peek(packed, 20))
+    assert all(sample.key in "\n".join(lines) for sample in wt.peek(packed, 30))
 
 
 def test_show_lists_shown_and_broken_samples(packed: Path, tmp_path: Path, capsys: Any) -> None:

@@ -228,10 +228,9 @@ def test_missing_and_empty_images_and_labels_are_reported(tmp_path: Path) -> Non
     samples = [{"__key__": f"k{i}", "txt": "t", **({"cls": i % 2} if i else {})} for i in range(5)]
     wt.pack(samples, tmp_path / "s", classes=["a", "b"])
     assert [finding.reason for finding in wt.verify(tmp_path / "s").findings] == ["it has no cls"]
-    rows: list[Sample] = [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})]
-    report = wt.verify(write_tar(tmp_path / "bare" / "a.tar", rows))
-    assert places(report) == [("a", "jpg"), ("b", "cls")]
-    assert {finding.reason for finding in report.findings} == {"it has 0 bytes"}
+    rows: list[Sample] = [("a", {"jpg": b"", "txt": b""}), ("b", {"png": b"", "cls": b""})]
+    report = wt.verify(write_tar(tmp_path / "bare" / "a.tar", rows), decode=True)
+    assert places(report) == [("a", "jpg"), ("b", "png"), ("b", "cls")]
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -263,7 +262,7 @@ def test_different_images_with_equal_size_and_crc32_are_not_reported(tmp_path: P
     assert "its image is also in split 'train': key 'b' in" in finding.reason
 
 
-def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_noted(tmp_path: Path) -> None:
+def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_not(tmp_path: Path) -> None:
     twin = {"txt": b"a", "cls": b"1"}
     a = write_tar(tmp_path / "a.tar", [("k0", twin), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})])
     b = write_tar(tmp_path / "b.tar", [("k1", {"txt": b"other"}), ("k0", twin)])
@@ -271,7 +270,6 @@ def test_a_sample_in_two_shards_is_reported_and_an_equal_key_is_noted(tmp_path: 
     (found,) = report.findings
     assert (found.shard, found.key, found.offset) == (str(b), "k0", 1024)
     assert f"is in {a} at offset 0" in found.reason
-    assert f"1 keys are in several shards, such as 'k1' in {a} and {b}" in report.notes
 
 
 def test_a_group_in_two_splits_is_reported_and_only_selected_shards_are_read(
@@ -329,7 +327,6 @@ def test_decoding_reports_intact_bytes_that_have_no_value(tmp_path: Path) -> Non
     report = wt.verify(tmp_path, decode=True)
     assert {*places(report)} == {("b", name) for name in ("png", "json", "txt", "cls", "npy")}
     assert any("allow_pickle=False" in finding.reason for finding in report.findings)
-    assert report.decoded == {"png": 2, "json": 2, "txt": 2, "cls": 2, "npy": 1}
 
 
 def test_decoding_reports_labels_that_are_not_classes_of_the_index(tmp_path: Path) -> None:
@@ -382,7 +379,6 @@ def test_wrong_boxes_are_findings(
     report = wt.verify(tmp_path, decode=True)
     assert len(report.findings) == bool(message)
     assert all(message in finding.reason for finding in report.findings)
-    assert report.decoded == {"png": 1, "boxes.json": 1}
 
 
 # --- the verb ---
@@ -471,6 +467,9 @@ def test_a_changed_byte_is_reported_and_its_sample_left_out(
     folder, out = str(shard.parent), str(tmp_path / "out")
     assert main(["repair", folder, "-o", out, "-q"]) == 0
     capsys.readouterr()
+    with serving(shard.parent) as server:
+        assert wt.verify(f"{server.url}/index.json").ok
+        assert len([path for path, _ in server.requests if path.endswith(".tar")]) == 1
     flip(shard, 600)
     (finding,) = wt.verify(folder).findings
     changed = (
@@ -489,7 +488,6 @@ def test_a_changed_byte_is_reported_and_its_sample_left_out(
     assert json.loads(printed.out)["lost"] == 1
     with serving(shard.parent) as server:
         assert wt.verify(f"{server.url}/index.json").findings[0].key == "k00"
-        assert len([path for path, _ in server.requests if path.endswith(".tar")]) == 1
         done = wt.repair(f"{server.url}/index.json", tmp_path / "local")
     assert (done.samples, done.lost) == (11, 1)
 
