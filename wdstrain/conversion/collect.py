@@ -271,6 +271,7 @@ def collect(
                 bad.put(bad_sample(source.name, sample, str(error), has_files=True))
                 continue
         else:
+            sample = sample._replace(identity=sample.identity or name)  # a repeated key's split
             parts = files.put(rank, sample.parts)
             progress(len(catalog.items) + 1, files.bytes)
         catalog.add(rank, sample, parts)
