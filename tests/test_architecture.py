@@ -35,7 +35,7 @@ BUDGETS = {
     "conversion": 3056,
     "training": 2926,
     "inspection": 1272,
-    "loader": 1450,
+    "loader": 1451,
     "shards": 2425,
     "decode": 1499,
     "storage": 1055,

@@ -236,6 +236,19 @@ def test_wrong_values_are_refused_with_one_clear_error(shards: Path) -> None:
             loader.record(next(loader.epoch(1)), a=[1] * 4)
 
 
+def test_a_sample_counts_each_time_that_anything_of_it_is_recorded(shards: Path) -> None:
+    with wt.Loader(shards, FIELDS, batch_size=4) as loader:
+        for name in ("a", "b"):
+            for batch in loader:
+                loader.record(batch, **{name: [1] * 4})
+        for row in loader.recorded().to_pylist():
+            assert (row["epoch"], row["times"], row["a"], row["b"]) in (
+                (1, 2, None, 1),
+                (1, 1, None, 1),
+                (0, 1, 1, None),
+            )
+
+
 def test_a_recorded_table_joins_the_set_and_chooses_samples(tmp_path: Path) -> None:
     packed = tmp_path / "set"
     wt.pack(({"__key__": f"s{n:06d}", "cls": n % 3} for n in range(COUNT)), packed)

@@ -29,6 +29,7 @@ def write(folder: Path, samples: list[dict[str, bytes]]) -> Path:
 
 def document(n: int) -> bytes:
     entries = {"kind": KINDS[n % 3], "price": n / 2, "kids": n % 2 == 0, "a.b": n, "minus": n - 5}
+    entries["code"] = 700 * n
     entries |= {"tags": ["a"] * (n % 2) + ["b"], "mixed": [n, {"x": 1}][n % 2]}
     return json.dumps(entries).encode()
 
@@ -143,7 +144,8 @@ def test_kinds_of_labels_follow_their_values(shards: Path) -> None:
         (["--columns", "json.colour"], "no sample has a value in json.colour"),
         (["--columns", "json.mixed"], "no column can hold"),
         (["--label", "png"], "no sample has a value in png"),
-        (["--label", "json.minus"], "add :number"),
+        (["--label", "json.minus:class"], "add :number"),
+        (["--label", "json.code"], "json.code:class or json.code:number"),
         (["--label", "cls", "--classes", "a,b"], "is '2', which does not fit the label (2 classes"),
         (["--label", "txt:number"], "does not fit the label (a number"),
         (["--label", "json.tags", "--classes", "a,c"], "does not fit the label (any of 2 classes"),

@@ -36,6 +36,7 @@ _NONE = np.array(
     (-1, 0, 0, 0), [("epoch", "<i4"), ("count", "<i4"), ("times", "<i4"), ("total", "<f8")]
 )
 RECORDED = "recorded:"  # begins the name of recorded values, where a column has it, too
+_ALL = ""  # column with a record of each call, whatever it recorded
 _TABLE = ("epoch", "times")  # columns of the table beside the recorded ones
 # Share of the former values in the smoothed value of a sample, and share of the mean weight that
 # every sample has.
@@ -102,7 +103,7 @@ class Recording:
         checked = [self._checked(index, delivered, rows, *pair) for pair in values.items()]
         self._delivered, self._newest = delivered, epoch
         self._is_recorded |= self.name in values
-        for name, numbers in zip(values, checked, strict=True):
+        for name, numbers in {_ALL: 0, **dict(zip(values, checked, strict=True))}.items():
             new = {"epoch": epoch, "count": 1, "times": 1, "total": numbers}
             self._add(self._columns, name, delivered.ids[rows], new)
 
@@ -177,15 +178,16 @@ class Recording:
 
     def table(self, index: Index) -> pa.Table:
         """Return the values of all ranks; see `Loader.recorded`. Collective."""
-        columns, none = self._shared(), np.zeros(self._samples, np.int32)
-        newest = {n: np.max([none, *(c[n] for c in columns.values())], axis=0) for n in _TABLE}
+        columns = self._shared()
+        newest = columns.get(_ALL, np.full(self._samples, _NONE))
         means = {
             n: pa.array(_means(c), mask=(c["count"] == 0) | (c["epoch"] != newest["epoch"]))
             for n, c in columns.items()
+            if n != _ALL
         }
-        return pa.table({"key": index.batch().column(0), **newest, **means}).filter(
-            pa.array(newest["times"] > 0)
-        )
+        return pa.table(
+            {"key": index.batch().column(0), **{n: newest[n] for n in _TABLE}, **means}
+        ).filter(pa.array(newest["times"] > 0))
 
     # --- weights ----------------------------------------------------------------------------------
 

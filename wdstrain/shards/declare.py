@@ -364,7 +364,7 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
 
 def _kind(column: Column, classes: Sequence[str] | None) -> str:
     """Return the kind of a label, by its values. classes: as the user names them."""
-    if column.kind in ("number", "text") and classes is None:
+    if column.kind in ("integer", "number", "text") and classes is None:
         counts = counted(column.values.drop_null())
         rule = rule_of("these shards", column.stored_as, counts, counts.values())
         return "number" if rule == "quantity" else "class"
