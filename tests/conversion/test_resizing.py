@@ -149,6 +149,9 @@ def test_a_mask_of_any_form_is_resized_to_the_upright_image(
 def test_a_mask_of_the_stored_size_of_a_rotated_photo_is_refused(tmp_path: Path) -> None:
     with pytest.raises(wt.SourceError, match="mask.png has 80 x 60 pixels, its jpg 60 x 80"):
         _folder(tmp_path, encoded(MASK), encoded(PHOTO, "JPEG", 6), resize=20)
+    sample = {"jpg": encoded(PHOTO, "JPEG", 6), "depth.png": encoded(MASK)}
+    with pytest.raises(wt.SourceError, match="depth.png has the size of the stored photo, which"):
+        wt.pack([sample], tmp_path / "maps", resize=20)
 
 
 @pytest.mark.parametrize("verb", ["pack", "convert tars"])

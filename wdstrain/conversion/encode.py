@@ -264,9 +264,9 @@ class Recipe:
             if photo is not None and "." not in field and (is_jpeg or field == photo[0]):
                 return self._encoded(field, data)
             decode_image(data)
-            return field, data if photo is None or is_jpeg else self._map(data, photo)
+            return field, data if photo is None or is_jpeg else self._map(field, data, photo)
 
-    def _map(self, data: bytes, photo: Part) -> bytes:
+    def _map(self, field: str, data: bytes, photo: Part) -> bytes:
         """Return an image of values, such as classes, in the size that its photo will have.
 
         Values are never blended. An image of another size than its photo is kept.
@@ -275,6 +275,11 @@ class Recipe:
         if self._keeps(stored):
             return data
         with open_picture(data) as image:
+            if image.size == stored != shown:
+                raise SampleError(
+                    f"its {field} has the size of the stored photo, which is shown rotated; store "
+                    f"both upright"
+                )
             wanted = self._smaller(shown)
             if wanted == shown or image.size != shown:
                 return data

@@ -204,9 +204,11 @@ class Staging(AbstractContextManager["Staging"]):
 
     def _locks(self) -> bool:
         """Lock the staging folder, and return whether this process holds it."""
-        path = os.path.join(self.path, LOCK_NAME)
-        is_new = not os.path.exists(path)
+        path, is_new = os.path.join(self.path, LOCK_NAME), False
         try:
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
+                is_new = True
             self._lock = lock_file(path)
             # Its former owner may have deleted the file after it was opened.
             return self._lock is not None and os.path.samestat(os.fstat(self._lock), os.stat(path))
