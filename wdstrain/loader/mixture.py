@@ -13,7 +13,7 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import MixedSources
-from wdstrain.runtime.options import is_number
+from wdstrain.runtime.options import is_number, refuse
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_shards
 from wdstrain.storage.addresses import Urls
@@ -37,16 +37,16 @@ def mix(
     the first step that a set cannot fill, so no sample occurs twice.
     Raises UsageError for weights that do not fit the sets.
     """
-    if not (sources and isinstance(sources, Mapping)):
-        raise UsageError(
-            f"sources is {type(sources).__name__ if sources else 'empty'}: must name a set at least.",
-            "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
-        )
-    if options.get("balance") is not None:
-        raise UsageError(
-            "balance was given for a mixture, whose sets have weights.",
-            "Leave it out.",
-        )
+    refuse(
+        not (sources and isinstance(sources, Mapping)),
+        f"sources is {type(sources).__name__ if sources else 'empty'}: must name a set at least.",
+        "Give for example {'a': 'shards/a', 'b': 'shards/b'}.",
+    )
+    refuse(
+        options.get("balance") is not None,
+        "balance was given for a mixture, whose sets have weights.",
+        "Leave it out.",
+    )
     where, split = options.pop("where", None), options.pop("split", None)
     may_be_short = options.get("on_error", "raise") != "raise"
     indexes = {

@@ -27,6 +27,7 @@ from wdstrain.order.order import Order
 from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WEIGHTED_ORDER, WeightedPlan
 from wdstrain.runtime.cached import cached_property
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.joining import can_join
 from wdstrain.shards.offsets import Ints
@@ -138,10 +139,12 @@ class EpochPlans:
             "shuffle": options.shuffle,
         }
         if isinstance(self.source, MixedSources):
-            if options.buckets is not None:
-                raise UsageError(
-                    "a mixture has no buckets.", "Leave {buckets} out.", {"buckets": ...}
-                )
+            refuse(
+                options.buckets is not None,
+                "a mixture has no buckets.",
+                "Leave {buckets} out.",
+                buckets=...,
+            )
             if options.tail != "drop":
                 raise UsageError(
                     "a mixture ends with the first source that cannot fill a step.",
@@ -198,11 +201,11 @@ class EpochPlans:
         for name in ("weights", "buckets"):
             if name in state and name not in self.identity:
                 differences.append(f"{name} were given, now there are none")
-        if differences:
-            raise UsageError(
-                f"this state belongs to another order: {'; '.join(differences)}.",
-                "Use the same values, or start anew.",
-            )
+        refuse(
+            differences,
+            f"this state belongs to another order: {'; '.join(differences)}.",
+            "Use the same values, or start anew.",
+        )
 
     def buffered_megabytes(self, rank: int) -> float:
         """Return how many MB of samples the shuffle buffer of a rank holds on average."""

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError, logger
 from wdstrain.report.printing import printable
-from wdstrain.runtime.options import as_list, takes
+from wdstrain.runtime.options import as_list, refuse, takes
 from wdstrain.shards.columns import (
     PLAIN_FIELDS,
     Column,
@@ -74,19 +74,19 @@ def index(options: IndexOptions) -> Index:
     """
     listed = expand(options.urls)
     folder, *others = dict.fromkeys(map(os.path.dirname, listed))
-    if others or is_remote(listed[0]):
-        raise UsageError(
-            f"these shards lie in {len(others) + 1} folders or on a server; an index is written "
-            "beside the shards of one folder on this machine.",
-            "Run this for each folder, and copy the index to the server.",
-        )
+    refuse(
+        others or is_remote(listed[0]),
+        f"these shards lie in {len(others) + 1} folders or on a server; an index is written "
+        "beside the shards of one folder on this machine.",
+        "Run this for each folder, and copy the index to the server.",
+    )
     check_finished(folder)
     paths = tars_of(folder)
-    if not paths:
-        raise UsageError(
-            f"{folder or '.'}: this folder holds no .tar file.",
-            "Name the folder of the shards.",
-        )
+    refuse(
+        not paths,
+        f"{folder or '.'}: this folder holds no .tar file.",
+        "Name the folder of the shards.",
+    )
     index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
     changed = [shard.name for shard in index.shards if not is_unchanged(shard)]
     if changed:
@@ -236,24 +236,26 @@ def with_label(
     head, _, kind = name.rpartition(":")
     head, kind = (head, kind) if head and kind in _LABELS else (name, "")
     place = _place(index, head)
-    if kind in ("mask", "boxes") and (kind == "boxes") != is_boxes(head):
-        raise UsageError(
-            f"{head} cannot hold {'boxes' if kind == 'boxes' else 'masks'}.",
-            "Boxes lie in boxes.json or NAME.boxes.json, masks in an image.",
-        )
-    if ignored is not None and (is_boxes(head) or not (kind == "mask" or is_mask(head))):
-        raise UsageError(
-            "{ignore} is for masks.", f"Leave it out of the label {name}.", {"ignore": ignored}
-        )
+    refuse(
+        kind in ("mask", "boxes") and (kind == "boxes") != is_boxes(head),
+        f"{head} cannot hold {'boxes' if kind == 'boxes' else 'masks'}.",
+        "Boxes lie in boxes.json or NAME.boxes.json, masks in an image.",
+    )
+    refuse(
+        ignored is not None and (is_boxes(head) or not (kind == "mask" or is_mask(head))),
+        "{ignore} is for masks.",
+        f"Leave it out of the label {name}.",
+        ignore=ignored,
+    )
     if kind == "mask" or is_mask(head) or is_boxes(head):
         return with_field_label(index, head, classes or (), ignored)
     column = _raw(index, [place])[0]
     kind = kind or _kind(column, classes)
-    if kind == "number" and classes is not None:
-        raise UsageError(
-            f"{name} is a number, and numbers have no classes.",
-            "Leave classes away.",
-        )
+    refuse(
+        kind == "number" and classes is not None,
+        f"{name} is a number, and numbers have no classes.",
+        "Leave classes away.",
+    )
     title = "label" if place[1] is None and place[0] in PLAIN_FIELDS else column_name(place)
     label = ColumnInfo(title, kind, *place, _classes(column, kind, classes))
     declared = as_label(column, label)
@@ -290,12 +292,12 @@ def mask_label(field: str, classes: Sequence[str], ignored: int | None) -> Colum
     """Return the label of masks. Raises UsageError for fewer than 2 classes or more than 255."""
     if len(classes) == 1 and classes[0].isdecimal():
         classes = tuple(map(str, range(int(classes[0]))))
-    if not 2 <= len(classes) <= 255 or len(set(classes)) < len(classes):
-        raise UsageError(
-            f"{field} holds masks, and {len(classes)} classes are named: must be 2 to 255 "
-            "different ones.",
-            "Name them in the order of their numbers: background,cat,dog, or give their number: 21",
-        )
+    refuse(
+        not 2 <= len(classes) <= 255 or len(set(classes)) < len(classes),
+        f"{field} holds masks, and {len(classes)} classes are named: must be 2 to 255 "
+        "different ones.",
+        "Name them in the order of their numbers: background,cat,dog, or give their number: 21",
+    )
     name = field.rpartition(".")[0] or "mask"
     return ColumnInfo(name, "mask", field, None, tuple(classes), ignored=ignored)
 
@@ -322,12 +324,12 @@ def boxes_label(field: str, classes: Sequence[str]) -> ColumnInfo:
 
     classes: names in the order of their numbers.
     """
-    if not classes or len(set(classes)) < len(classes):
-        raise UsageError(
-            f"{field} holds boxes, and the classes are {', '.join(classes)[:80] or 'not named'}: "
-            "each must be named once.",
-            "Name them in the order of their numbers: cat,dog, or a file with a name on each line.",
-        )
+    refuse(
+        not classes or len(set(classes)) < len(classes),
+        f"{field} holds boxes, and the classes are {', '.join(classes)[:80] or 'not named'}: "
+        "each must be named once.",
+        "Name them in the order of their numbers: cat,dog, or a file with a name on each line.",
+    )
     return ColumnInfo(field.removesuffix(".json"), "boxes", field, None, tuple(classes))
 
 
@@ -352,13 +354,13 @@ def _raw(index: Index, places: Sequence[Place]) -> tuple[Column, ...]:
     """Return the columns of these places as their bytes say. Raises UsageError."""
     columns = read_columns(index, places).columns
     for column in columns:
-        if column.stored.null_count == len(column) or column.kind == "vector":
-            raise UsageError(
-                f"no sample has a value in {column.stored_as}, or it holds values that no column "
-                "can hold. A column holds numbers, texts of at most 256 characters, true and "
-                "false, or lists of names, and values of one type.",
-                "Look at one: wdstrain show",
-            )
+        refuse(
+            column.stored.null_count == len(column) or column.kind == "vector",
+            f"no sample has a value in {column.stored_as}, or it holds values that no column "
+            "can hold. A column holds numbers, texts of at most 256 characters, true and "
+            "false, or lists of names, and values of one type.",
+            "Look at one: wdstrain show",
+        )
     return columns
 
 
@@ -389,11 +391,11 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
         return tuple(given)
     if column.kind == "integer":
         low, high = pc.min_max(column.values).as_py().values()
-        if low < 0 or high >= _MOST_CLASSES:
-            raise UsageError(
-                f"{column.name} has values from {low} to {high}, and class numbers count from 0. "
-                f"If they are numbers, add :number to the name."
-            )
+        refuse(
+            low < 0 or high >= _MOST_CLASSES,
+            f"{column.name} has values from {low} to {high}, and class numbers count from 0. "
+            f"If they are numbers, add :number to the name.",
+        )
         return tuple(map(str, range(high + 1)))
     values = column.values.flatten() if column.kind == "multi" else column.values
     names = class_names(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()), kind)

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.report.printing import counted
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.columns import FILE_TYPES, Column, typed
 from wdstrain.shards.kinds import LARGEST, place_of_entry
 from wdstrain.shards.value_files import ValueFile, write_values
@@ -73,24 +74,24 @@ def joined(
     for keys that are doubled or all unknown, and for columns that no index can have.
     """
     names = [name for name in table if name != on]
-    if on not in table or not names:
-        raise UsageError(
-            f"the table has the columns {', '.join(table)}: it needs {on!r}, which names the "
-            "samples, and another one.",
-            "Name the column of the keys with {on}.",
-            {"on": ...},
-        )
+    refuse(
+        on not in table or not names,
+        f"the table has the columns {', '.join(table)}: it needs {on!r}, which names the "
+        "samples, and another one.",
+        "Name the column of the keys with {on}.",
+        on=...,
+    )
     _check_names(index, names)
     rows, unknown = _matched(index, table[on], on)
     raw = [_column(name, table[name], rows, folder) for name in names]
     columns = typed(raw, index.labels)
     for column, before in zip(columns, raw, strict=True):
-        if column.stored.null_count > before.stored.null_count:
-            raise UsageError(
-                f"the column {column.name!r} of the table has values that do not fit the label of "
-                f"this name, which is {column.summary}.",
-                "Join them under another name.",
-            )
+        refuse(
+            column.stored.null_count > before.stored.null_count,
+            f"the column {column.name!r} of the table has values that do not fit the label of "
+            f"this name, which is {column.summary}.",
+            "Join them under another name.",
+        )
     former = {column.place: column for column in index.columns}
     counts = JoinCounts(
         samples=len(index),
@@ -107,12 +108,12 @@ def joined(
 def _check_names(index: Samples, names: Sequence[str]) -> None:
     """Raise UsageError for a name that means something else in an index."""
     for name in names:
-        if not can_join(index, name):
-            raise UsageError(
-                f"the column {name!r} of the table cannot be joined: the samples or the index "
-                "use this name, or it means an entry of a field.",
-                "Give it another name in the table, or leave it out.",
-            )
+        refuse(
+            not can_join(index, name),
+            f"the column {name!r} of the table cannot be joined: the samples or the index "
+            "use this name, or it means an entry of a field.",
+            "Give it another name in the table, or leave it out.",
+        )
 
 
 def can_join(index: Samples, name: str) -> bool:
@@ -213,16 +214,17 @@ def _column(name: str, cells: Cells, rows: pa.Array, folder: str | None) -> Colu
             "Leave it out.",
         )
     items = pc.list_flatten(cells) if kind in _LISTS.values() else pa.chunked_array([], cells.type)
-    if items.null_count:
-        raise UsageError(
-            f"the column {name!r} of the table has lists with empty items.", "Fill them."
-        )
-    if kind == "vector" and any(map(_overflows, items.chunks)):
-        raise UsageError(
-            f"the column {name!r} of the table has numbers beyond {LARGEST:g}, the largest of "
-            "float32, as which lists of numbers are kept.",
-            "Scale them.",
-        )
+    refuse(
+        items.null_count,
+        f"the column {name!r} of the table has lists with empty items.",
+        "Fill them.",
+    )
+    refuse(
+        kind == "vector" and any(map(_overflows, items.chunks)),
+        f"the column {name!r} of the table has numbers beyond {LARGEST:g}, the largest of "
+        "float32, as which lists of numbers are kept.",
+        "Scale them.",
+    )
     rows = pc.if_else(cells.is_valid().take(rows).combine_chunks(), rows, None)
     files = (ValueFile("", len(cells), cells),)
     column = Column(name, kind, "", name, is_label=False, files=files, stored=rows)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
-from wdstrain.runtime.options import integer, is_number
+from wdstrain.runtime.options import integer, is_number, refuse
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.where import Samples, column_values
 
@@ -169,8 +169,10 @@ def group_codes(index: Samples, name: str) -> Ints:
     Each sample without a value has a number of its own.
     """
     values = column_values(index, name)
-    if pa.types.is_nested(values.type):
-        raise UsageError(f"column {name!r} holds lists. Group by a column of single values.")
+    refuse(
+        pa.types.is_nested(values.type),
+        f"column {name!r} holds lists. Group by a column of single values.",
+    )
     if pa.types.is_floating(values.type):
         values = pc.add(values, 0.0)  # -0.0 equals 0.0
     values = values.dictionary_encode()

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError, logger
 from wdstrain.report.printing import printable
+from wdstrain.runtime.options import refuse
 from wdstrain.shards.columns import Column, mapped
 from wdstrain.shards.kinds import KINDS, NOT_A_COLUMN, kind_of
 from wdstrain.shards.offsets import Bools, Ints, table_names
@@ -86,11 +87,11 @@ def ids_where(index: Samples, condition: str) -> Ints:
     Raises UsageError if there are none.
     """
     ids = np.flatnonzero(matching(index, condition))
-    if not len(ids):
-        raise UsageError(
-            f"{condition!r} holds for none of {len(index)} samples.",
-            "Look at the values: wdstrain info",
-        )
+    refuse(
+        not len(ids),
+        f"{condition!r} holds for none of {len(index)} samples.",
+        "Look at the values: wdstrain info",
+    )
     return ids
 
 
