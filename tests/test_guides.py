@@ -155,7 +155,7 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     assert last["val"]["accuracy"] >= 0.97
     words = ["1200", "shards", "MB", "samples/s", "stall", "accuracy"]
     assert all(word in output[0] for word in [*words, "wdstrain convert folder IMAGES"])
-    assert "1200 (train" in output[2]
+    assert "samples    1200" in output[2]
     table = output[0].partition("\nNext,")[0].splitlines()[-8:]
     assert max(map(len, table)) <= 80
 
