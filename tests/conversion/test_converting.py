@@ -174,6 +174,27 @@ def test_resume_refuses_another_source_or_other_options(tmp_path: Path, kind: st
     assert len(convert(resume=True, num_workers=2)) == 100
 
 
+def test_a_resumed_stream_writes_a_shard_again_whose_sample_has_another_content(
+    tmp_path: Path,
+) -> None:
+    """The size and the key of the sample are those of before."""
+
+    def broken_off(step: Any) -> None:
+        if step.title == "packing" and step.done > 20:
+            raise EnoughError
+
+    def pack(text: str, **options: Any) -> wt.Index:
+        rows = ({"__key__": f"k{n:02d}", "txt": text if n == 3 else "x"} for n in range(40))
+        return wt.pack(rows, tmp_path, max_shard_samples=10, shuffle=False, **options)
+
+    with pytest.raises(EnoughError):
+        pack("x", progress=broken_off)
+    assert list(tmp_path.rglob("train-000000.tar"))
+    index = pack("y", resume=True)
+    texts = [sample["txt"] for _, sample in index.read(np.arange(40), ["txt"])]
+    assert texts == [b"y" if n == 3 else b"x" for n in range(40)]
+
+
 def test_resume_without_earlier_output_converts(photos: Photos, tmp_path: Path) -> None:
     assert len(photos(resume=True)) == 40
     (tmp_path / "out" / "train-000000.tar").unlink()

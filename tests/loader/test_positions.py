@@ -87,11 +87,13 @@ def test_a_resume_keeps_the_count_of_bad_samples_of_the_epoch(bad_set: Make, at:
 
 
 def test_a_state_of_the_end_of_an_epoch_counts_bad_samples_anew(bad_set: Make) -> None:
-    first, second = (bad_set(100, {3, 57}, 0.02, shuffle=True) for _ in range(2))
-    assert len(keys_of(first)) == 10
-    second.load_state_dict(through_json(first.state_dict()))
-    assert len(keys_of(second)) == 10
-    assert second.report()["bad"] == 2
+    with bad_set(100, {3, 57}, 0.02, shuffle=True) as first:
+        assert len(keys_of(first)) == 10
+        state = through_json(first.state_dict())
+    with bad_set(100, {3, 57}, 0.02, shuffle=True) as second:
+        second.load_state_dict(state)
+        assert len(keys_of(second)) == 10
+        assert second.report()["bad"] == 2
 
 
 def test_bad_samples_of_another_rank_do_not_count(bad_set: Make) -> None:
