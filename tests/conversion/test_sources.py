@@ -311,6 +311,21 @@ def test_repeated_keys_are_renamed_and_recorded(tmp_path: Path, shuffle: bool) -
     assert {row["key"]: row["name"] for row in renamed} == changed
 
 
+def test_the_stored_key_decides_the_split_and_a_repeated_key_stays_with_its_first(
+    tmp_path: Path,
+) -> None:
+    def splits(keys: list[str], out: str) -> dict[str, str]:
+        rows = ({"__key__": key, "txt": str(n)} for n, key in enumerate(keys))
+        index = wt.pack(rows, tmp_path / out, split={"train": 0.5, "val": 0.5})
+        return {index.key(n): index.shard_with(n).split for n in range(len(index))}
+
+    numbers = range(60)
+    given = splits([f"a.{n}" for n in [*numbers, *numbers]], "given")
+    stored = splits([f"a_{n}" for n in numbers], "stored")
+    assert set(stored.values()) == {"train", "val"}
+    assert given == stored | {f"{key}-2": split for key, split in stored.items()}
+
+
 def test_an_endless_stream_is_read_up_to_the_limit(tmp_path: Path) -> None:
     stream = ({"x.npy": torch.arange(3) * n, "txt": str(n)} for n in itertools.count())
     index = wt.pack(stream, tmp_path / "out", limit=50)

@@ -35,6 +35,7 @@ from wdstrain.conversion.listing import (
     SampleStore,
     Source,
     piece_of,
+    tidy,
 )
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.shard_pool import run
@@ -271,7 +272,8 @@ def collect(
                 bad.put(bad_sample(source.name, sample, str(error), has_files=True))
                 continue
         else:
-            sample = sample._replace(identity=sample.identity or name)  # a repeated key's split
+            # A repeated key gets the split of its first sample, as its stored form would.
+            sample = sample._replace(identity=sample.identity or tidy(name))
             parts = files.put(rank, sample.parts)
             progress(len(catalog.items) + 1, files.bytes)
         catalog.add(rank, sample, parts)

@@ -36,7 +36,7 @@ _NONE = np.array(
     (-1, 0, 0, 0), [("epoch", "<i4"), ("count", "<i4"), ("times", "<i4"), ("total", "<f8")]
 )
 RECORDED = "recorded:"  # begins the name of recorded values, where a column has it, too
-_ALL = ""  # column with a record of each call, whatever it recorded
+_ALL = ""  # column that counts each call of `record`
 _TABLE = ("epoch", "times")  # columns of the table beside the recorded ones
 # Share of the former values in the smoothed value of a sample, and share of the mean weight that
 # every sample has.
